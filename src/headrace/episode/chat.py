@@ -7,13 +7,16 @@ the text that it writes after the answer, and encodes that alone.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
+import numpy as np
+
 from headrace.episode.answer import Grammar, ParsedAnswer, ToolCall, Tools, read_json
 from headrace.errors import ChatError
+from headrace.types import Example
 from headrace.user_code import load_optional, time_limit
 
 Message = Mapping[str, Any]
@@ -146,7 +149,7 @@ class Chat:
         """The text of sampled tokens, without the end of the answer."""
         return self._decode([id for id in sampled if id not in self._stops])
 
-    def worked(self, history: Messages, chat: Messages, tools: Tools = None) -> tuple[list[int], list[bool]]:
+    def worked(self, history: Messages, chat: Messages, tools: Tools = None) -> Example:
         """The tokens of a worked chat that goes on from `history`, and which of them are answers."""
         history, ids, learned = list(history), self.first(history, tools), list[bool]()
         answers = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
@@ -157,7 +160,7 @@ class Chat:
             if replies:
                 ids += self.append(history, said, chat[i], replies, tools)
             history += chat[i:after]
-        return ids[: len(learned)], learned
+        return np.array(ids[: len(learned)], np.int32), np.array(learned, np.bool_)
 
     def call_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
         family = self._grammar.family
@@ -202,10 +205,9 @@ class Chat:
                 rewrites[kind] = str(error).rpartition(": ")[2]
         self._proven = alike
         tools = tools or [{"type": "function", "function": {"name": CALL.name, "description": "?", "parameters": {}}}]
-        try:
+        text = ""
+        with suppress(ChatError):
             text = self._render([QUESTION], tools)
-        except ChatError:
-            text = ""
         return Proof(self.model, self._calls, all(_function(tool).get("name", "") in text for tool in tools), rewrites)
 
     def _said(self, history: Messages, answer: Message, tools: Tools, after: Messages = ()) -> str:

@@ -85,8 +85,7 @@ class Environments:
         section, answer = self._section, await self._hosts[0].run(Command(episode="", do="describe"))
         if answer.failure is not None:
             raise ConfigError(f"episode.environment = '{section.environment}': {answer.detail}")
-        found = answer.value
-        limits: dict[str, Any] = {}
+        found, limits = answer.value, dict[str, Any]()
         for name in ("max_turns", "max_tokens", "max_s"):
             own, most = found.get(name), getattr(section, name)
             if own is not None and (isinstance(own, bool) or not isinstance(own, int | float) or own < 0):

@@ -14,7 +14,7 @@ from headrace.episode.environment import ADVICE, Environment, EnvironmentFailedE
 from headrace.episode.session import AbortedError, Desk, Session
 from headrace.episode.tree import context, place_before
 from headrace.errors import ChatError, ConfigError
-from headrace.types import BoolArray, DropReason, FinishReason, IntArray, Order, Outcome, Prompt, Trajectory, Turn
+from headrace.types import DropReason, Example, FinishReason, Order, Outcome, Prompt, Trajectory, Turn
 
 R = TypeVar("R")
 
@@ -51,13 +51,12 @@ class Player:
     def open(self, order: Order, i: int) -> "PlayedEpisode":
         return PlayedEpisode(self, Session(self.desk, order, i), (order.so_far or {}).get(order.indices[i]))
 
-    async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> tuple[IntArray, BoolArray]:
+    async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> Example:
         """Tokens of the `chat` that follows the environment's first message, and which of them are learned."""
         environment = self.environments.open(f"worked:{prompt.id}", prompt)
         history = self.with_system(await environment.start())
         self.let_go(environment)
-        ids, learned = self.desk.chat.worked(history, chat, list(self.environments.described.tools))
-        return np.array(ids, np.int32), np.array(learned, np.bool_)
+        return self.desk.chat.worked(history, chat, list(self.environments.described.tools))
 
     @contextmanager
     def working(self) -> Iterator[None]:

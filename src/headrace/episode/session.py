@@ -176,9 +176,8 @@ class Episodes:
 
     def abort(self, serials: Sequence[int]) -> None:
         """End the rest of these groups; their futures give what was sampled so far."""
-        wanted = set(serials)
         for session in self._counted():
-            if session.order.serial in wanted:
+            if session.order.serial in serials:
                 session.aborted.set()
         self.abort_requests(serials)
 

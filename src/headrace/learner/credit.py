@@ -11,7 +11,7 @@ Statistics count episodes or turns, never tokens. What has no peer has an advant
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from headrace.config import LearnerSection
 from headrace.learner.objective import advantages
 from headrace.types import FloatArray, Group, Trajectory
 
-Turn = tuple[int, int, int]  # of which group, trajectory, and which of its turns
+Key = int | str  # a turn by its number, an agent by its name, or a state
+Earner = tuple[int, int, Key]  # which group, trajectory, and which of its turns or agents
 
 
 def credits(
@@ -29,48 +30,41 @@ def credits(
     whole = advantages(section.advantage, rewards)
     if section.credit == "episode":
         return [[float(advantage) for advantage in values] for values in whole]
-    peers: dict[tuple[int, Hashable], dict[Turn, float]] = defaultdict(dict)  # returns of turns that are compared
+    peers: dict[tuple[int, Key], dict[Earner, float]] = defaultdict(dict)  # what is compared
     for number, (group, own) in enumerate(zip(groups, rewards, strict=True)):
         for i, (t, reward) in enumerate(zip(group.trajectories, own, strict=True)):
-            if section.credit == "agent":
-                for name, k in _first_turns(t).items():
-                    peers[number, name][number, i, k] = t.reward_parts.get(name, float(reward))
-                continue
-            for k, value in _returns(t, float(reward), section.discount):
-                key = k if section.credit == "turn" else t.turns[k].state
-                peers[number, key][number, i, k] = value
+            for who, key, value in _earnings(section, t, float(reward)):
+                peers[number, key][number, i, who] = value
     compared = advantages(section.advantage, [np.array([*values.values()]) for values in peers.values()])
-    by_turn: dict[Turn, float] = {}
+    earned: dict[tuple[int, int], dict[Key, float]] = defaultdict(dict)
     for values, some in zip(peers.values(), compared, strict=True):
-        by_turn |= zip(values, some.tolist() if len(values) > 1 else [0.0], strict=True)
-    if section.credit == "agent":
-        for (number, i, k), value in list(by_turn.items()):
-            turns = groups[number].trajectories[i].turns
-            by_turn |= {(number, i, j): value for j, turn in enumerate(turns) if turn.agent == turns[k].agent}
+        for (number, i, who), value in zip(values, some.tolist(), strict=True):
+            earned[number, i][who] = value if len(values) > 1 else 0.0
     adds = whole if section.credit == "state" else [np.zeros(len(values)) for values in whole]
     return [
-        [_spread(t, float(adds[number][i]), by_turn, number, i) for i, t in enumerate(group.trajectories)]
+        [_spread(section, t, adds[number][i], earned[number, i]) for i, t in enumerate(group.trajectories)]
         for number, group in enumerate(groups)
     ]
 
 
-def _first_turns(t: Trajectory) -> dict[str, int]:
-    return {turn.agent: k for k, turn in reversed(list(enumerate(t.turns)))}
-
-
-def _returns(t: Trajectory, reward: float, discount: float) -> Iterator[tuple[int, float]]:
-    """Turns, the last one first, and their returns."""
+def _earnings(section: LearnerSection, t: Trajectory, reward: float) -> Iterator[tuple[Key, Key, float]]:
+    """Each agent, or each turn from the last on; what its peers share with it; what it earned."""
+    if section.credit == "agent":
+        for name in dict.fromkeys(turn.agent for turn in t.turns):
+            yield name, name, t.reward_parts.get(name, reward)
+        return
     given = np.array([turn.reward or 0.0 for turn in t.turns] or [0.0])
     given[-1] += reward - given.sum()  # what was given for the whole comes with the last turn
     value = 0.0
     for k in reversed(range(len(t.turns))):
-        value = given[k] + discount * value
-        yield k, value
+        value = given[k] + section.discount * value
+        yield k, k if section.credit == "turn" else t.turns[k].state, value
 
 
-def _spread(t: Trajectory, whole: float, by_turn: Mapping[Turn, float], number: int, i: int) -> FloatArray:
+def _spread(section: LearnerSection, t: Trajectory, whole: float, earned: Mapping[Key, float]) -> FloatArray:
     """The advantage of each sampled token: that of its turn."""
     if not t.turns:
         return np.full(t.num_sampled_tokens, whole, np.float32)
-    parts = [np.full(turn.end - turn.start, whole + by_turn[number, i, k]) for k, turn in enumerate(t.turns)]
-    return np.concatenate(parts).astype(np.float32)
+    own = [earned[turn.agent if section.credit == "agent" else k] for k, turn in enumerate(t.turns)]
+    lengths = [turn.end - turn.start for turn in t.turns]
+    return np.repeat(whole + np.array(own), lengths).astype(np.float32)

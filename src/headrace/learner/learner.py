@@ -126,9 +126,8 @@ class Learner:
 
     def accumulate(self, items: Sequence[Item]) -> None:
         for _, batch in self._batches(self.policy, items, backward=True):
-            sums = self._backward(batch)
             # one transfer, and last: any earlier wait for the GPU would leave it idle
-            self._sums[1:] += sums.cpu()
+            self._sums[1:] += self._backward(batch).cpu()
             self._sums[0] += batch.num_sequences
 
     def _batches(
@@ -292,7 +291,7 @@ class Optimizer:
 
     def not_finite(self) -> str | None:
         named = zip(self._names, self.masters, strict=True)
-        return next((name for name, master in named if not bool(torch.isfinite(master).all())), None)
+        return next((name for name, master in named if not torch.isfinite(master).all()), None)
 
     def _step_on_gpu(self, scale: float, clip: float) -> float:
         assert isinstance(self.adamw, FusedAdamW)

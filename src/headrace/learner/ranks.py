@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -104,11 +105,8 @@ class Ranks:
         parts = [replace(group, trajectories=tuple(part)) for part in self._parts(group.trajectories)]
         asked = zip(self.ranks, parts, strict=True)
         answers = self.gather([rank.ask(Trainer.reference_logprobs, part) for rank, part in asked])
-        found = {
-            trajectory.id: values
-            for part, logprobs in zip(parts, answers, strict=True)
-            for trajectory, values in zip(part.trajectories, logprobs, strict=True)
-        }
+        ids = [trajectory.id for part in parts for trajectory in part.trajectories]
+        found = dict(zip(ids, chain.from_iterable(answers), strict=True))
         return [found[trajectory.id] for trajectory in group.trajectories]
 
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:

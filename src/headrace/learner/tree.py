@@ -124,8 +124,6 @@ def key_of(t: Trajectory, most: int | None = None) -> bytes:
 def _paths(t: Trajectory) -> list[list[tuple[int, int]]]:
     """Ranges of tokens from a root to the end of each segment."""
     num_tokens, branches = len(t.token_ids), [(s.start, s.after) for s in t.segments]
-    if not branches:
-        return [[(0, num_tokens)]]
     ends = [*(start for start, _ in branches if start), num_tokens]
     ordered = all(a < b for a, b in pairwise([start for start, _ in branches] + [num_tokens]))
     if not ordered or any(not -1 <= after < start for start, after in branches):

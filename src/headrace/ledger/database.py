@@ -26,8 +26,7 @@ SOURCE, DROPPED = "generated", "dropped:"  # an account, and the beginning of th
 FILE_NAME = "ledger.sqlite"
 LOCK_NAME = "lock"
 LOCK_WAIT_S = 5.0  # another program that reads the file may lock it for a moment
-_SIDE_FILES = ("-wal", "-shm", "-journal")
-DATABASE = tuple(FILE_NAME + suffix for suffix in ("", *_SIDE_FILES))  # its files
+DATABASE = tuple(FILE_NAME + suffix for suffix in ("", "-wal", "-shm", "-journal"))  # its files
 
 
 def create_database(run_dir: Path) -> sqlite3.Connection:

@@ -41,7 +41,7 @@ def prepare_run_dir(config: Config) -> Path:
         if not config.run.dir:
             run_dir = _new_run_dir(run_dir)
         with claimed(run_dir):
-            if (run_dir / REPLACED).exists() or (run_dir / MOVING).exists():  # that start was killed
+            if (run_dir / REPLACED).exists() or (run_dir / MOVING).exists():  # a start was killed
                 undo_start(run_dir)
             if (run_dir / FILE_NAME).exists():
                 _set_aside(run_dir, config)
@@ -158,10 +158,8 @@ def is_claimed(run_dir: Path) -> bool:
     try:
         with (run_dir / LOCK_NAME).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False  # no such file, or not ours to open
+    except OSError as error:
+        return isinstance(error, BlockingIOError)  # else it is not there, or not ours to open
     return False
 
 

@@ -11,7 +11,7 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -75,17 +75,17 @@ class Books:
 class Ledger(AbstractContextManager["Ledger"]):
     """The run's database: one writer, and any number of readers while it writes."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, clock: StageClock | None) -> None:
-        self.connection, self._path, self.run_dir, self._clock = connection, path, path.parent, clock
-        self._file = path.stat().st_ino
+    def __init__(self, connection: sqlite3.Connection, run_dir: Path, clock: StageClock | None) -> None:
+        self.connection, self.run_dir, self._clock = connection, run_dir, clock
+        self._path = run_dir / database.FILE_NAME
+        self._file = self._path.stat().st_ino
         self.step = 1  # the step whose row comes next: what is booked now belongs to it
         self._verdicts: dict[bytes, Score] = {}  # not written yet
         self._turns: dict[tuple[int, int], Trajectory] = {}  # by serial and index, not yet stored
 
     @classmethod
     def create(cls, run_dir: Path, *, clock: StageClock | None = None) -> Ledger:
-        connection = database.create_database(run_dir)
-        return cls(connection, run_dir / database.FILE_NAME, clock or StageClock())
+        return cls(database.create_database(run_dir), run_dir, clock or StageClock())
 
     @classmethod
     def reopen(cls, run_dir: Path) -> Ledger:
@@ -95,14 +95,14 @@ class Ledger(AbstractContextManager["Ledger"]):
             "SELECT (SELECT MAX(s) FROM (SELECT MAX(at_s) AS s FROM transfers UNION SELECT MAX(end_s) "
             "FROM spans UNION SELECT MAX(at_s) FROM restarts)), (SELECT MAX(step) FROM rows)"
         ).fetchone()
-        ledger = cls(connection, run_dir / database.FILE_NAME, StageClock(start_s=end_s or 0.0))
+        ledger = cls(connection, run_dir, StageClock(start_s=end_s or 0.0))
         ledger.step = (last_step or 0) + 1
         return ledger
 
     @classmethod
     def open(cls, run_dir: Path) -> Ledger:
         """For reading, also while the run writes it."""
-        return cls(database.open_database(run_dir), run_dir / database.FILE_NAME, None)
+        return cls(database.open_database(run_dir), run_dir, None)
 
     def close(self) -> None:
         if self._clock is None:
@@ -172,6 +172,10 @@ class Ledger(AbstractContextManager["Ledger"]):
         was generated again only because of a restart.
         """
         of = {"serial": group.serial, "attempt": group.attempt, "state": "dropped"}
+        before = (
+            "SELECT 1 FROM trajectories WHERE serial = ? AND attempt < ? AND idx = ? "
+            "AND state = 'dropped' AND drop_reason NOT IN ('redone', 'crashed', 'run_ended')"
+        )
         with self.writing() as connection:
             if source == "in_flight":
                 self._check_open(group.serial, group.attempt)
@@ -181,7 +185,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 if source == "buffered":
                     self.drop_buffered(t.id, t.num_sampled_tokens, reason, lag)
                     continue
-                if self._dropped_before(group, t.index):
+                if self.read(before, (group.serial, group.attempt, int(t.index))):
                     reason = DropReason.REDONE
                 values = journal.columns(t) | of | {"drop_reason": str(reason), "lag": lag}
                 journal.insert(connection, "trajectories", values)
@@ -190,10 +194,9 @@ class Ledger(AbstractContextManager["Ledger"]):
                 self._keep(replace(t, replay=None))  # to be read by people: no restart needs it
 
     def spans(self, spans: Iterable[StageSpan]) -> None:
-        names = "stage, start_s, end_s, worker, version, detail"
-        query = f"INSERT INTO spans ({names}) VALUES (?, ?, ?, ?, ?, ?)"
-        with self.writing():
-            self.connection.executemany(query, map(astuple, spans))
+        with self.writing() as connection:
+            for span in spans:
+                journal.insert(connection, "spans", asdict(span))
 
     def row(self, row: Row) -> None:
         """Close a step: the row counts everything booked before this call."""
@@ -246,8 +249,8 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def remember(self, key: str, value: str) -> None:
         """Store a fact of the run that a restart cannot measure again."""
-        with self.writing():
-            self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"run:{key}", value))
+        with self.writing() as connection:
+            connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"run:{key}", value))
 
     def sync(self) -> None:
         """Make everything booked so far survive a power failure."""
@@ -296,9 +299,8 @@ class Ledger(AbstractContextManager["Ledger"]):
             return
         with database.transaction(self.connection, self._path):
             query = "INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)"
-            self.connection.executemany(
-                query, [(key, s.reward, json.dumps(dict(s.parts))) for key, s in self._verdicts.items()]
-            )
+            judged = [(k, s.reward, json.dumps(dict(s.parts))) for k, s in self._verdicts.items()]
+            self.connection.executemany(query, judged)
             for (serial, _), episode in self._turns.items():
                 journal.write_partial(self.connection, serial, episode)
             yield self.connection
@@ -315,13 +317,6 @@ class Ledger(AbstractContextManager["Ledger"]):
             if self._path.stat().st_ino == self._file:
                 return
         raise database.rescue_database(self.connection, self._path)
-
-    def _dropped_before(self, group: Group, index: int) -> bool:
-        query = (
-            "SELECT 1 FROM trajectories WHERE serial = ? AND attempt < ? AND idx = ? "
-            "AND state = 'dropped' AND drop_reason NOT IN ('redone', 'crashed', 'run_ended')"
-        )
-        return bool(self.read(query, (group.serial, group.attempt, int(index))))
 
     def drop_buffered(self, id: str, num_tokens: int, reason: str, lag: int) -> None:
         self.transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, trajectory_id=id, lag=lag)

@@ -8,6 +8,7 @@ change.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from operator import attrgetter
 
 from headrace.config import Config
 from headrace.config_file import values
@@ -60,8 +61,7 @@ class Recovery:
 
     def steps_after(self, step: int) -> list[tuple[int, list[tuple[int, int]]]]:
         """The steps begun after `step`, each with the serials and attempts of its groups."""
-        query = "SELECT step, groups FROM steps WHERE step > ? ORDER BY step"
-        found = self.ledger.read(query, (step,))
+        found = self.ledger.read("SELECT * FROM steps WHERE step > ? ORDER BY step", (step,))
         return [(number, [(serial, n) for serial, n in json.loads(groups)]) for number, groups in found]
 
     def scored_since_row(self) -> list[tuple[float, int, bool]]:
@@ -128,13 +128,9 @@ def origin_of(config: Config, reward: str = "") -> dict[str, str]:
     `reward` is the name of a reward function that is a Python object.
     """
     found = {key: text for key, text in values(config).items() if not key.startswith((*WHERE, "run.dir", "run.over"))}
-    code_of = {
-        "reward.function": [config.reward.function],
-        "episode.environment": [config.episode.environment],
-        "episode.agent": [config.episode.agent],
-        "buffer.filters": config.buffer.filters,
-    }
-    for key, specs in code_of.items():
+    for key in ("reward.function", "episode.environment", "episode.agent", "buffer.filters"):
+        given: str | tuple[str, ...] = attrgetter(key)(config)
+        specs = [given] if isinstance(given, str) else given
         if code := [digest[:16] for spec in specs if (digest := source_hash(spec))]:
             found[key] += f" with code {' '.join(code)}"
     if reward:
@@ -147,8 +143,7 @@ def changes(ledger: Ledger) -> list[Change]:
 
 
 def _unbooked(ledger: Ledger, config: Config, reward: str) -> list[Change]:
-    known = ledger.remembered().get(_ORIGIN)
-    before, after = json.loads(known or "{}"), origin_of(config, reward)
+    before, after = json.loads(ledger.remembered().get(_ORIGIN, "{}")), origin_of(config, reward)
     step = len(ledger.rows())
     return [
         Change(step=step, key=key, before=before.get(key, ""), after=after[key])
@@ -159,7 +154,7 @@ def _unbooked(ledger: Ledger, config: Config, reward: str) -> list[Change]:
 
 def refuse_unasked(ledger: Ledger, config: Config, overrides: Sequence[str], reward: str = "") -> None:
     asked = {override.partition("=")[0].strip() for override in overrides}
-    if silent := [change for change in _unbooked(ledger, config, reward) if change.key not in asked]:
+    if silent := [c for c in _unbooked(ledger, config, reward) if c.key not in asked]:
         told = "".join(f"\n  {c.key} was {c.before}, and is {c.after}" for c in silent)
         words = " ".join(f"{c.key}={values(config)[c.key]}" for c in silent)
         raise RunError(

@@ -35,9 +35,8 @@ class WandbSink(Sink):
         self._run.log(scalars(row), step=row.step)
 
     def sample(self, sample: Sample) -> None:
-        self._run.log(
-            {"sample": wandb.Html(f"<pre>{html.escape(as_text(sample))}</pre>", inject=False)}, step=sample.step
-        )
+        shown = wandb.Html(f"<pre>{html.escape(as_text(sample))}</pre>", inject=False)
+        self._run.log({"sample": shown}, step=sample.step)
 
     def close(self) -> None:
         self._run.finish()

@@ -31,7 +31,7 @@ def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
 @torch.no_grad()
 def merged_weights(model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """`weights` with the adapters' products added, on the CPU, for a model without adapters."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
     found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         if ".lora_" in name:

@@ -43,13 +43,8 @@ def write_random(directory: Path, seed: int, tokenizer: Any, **shape: int) -> No
     layers = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": MAX_POSITIONS}
-    config = Qwen3Config(
-        initializer_range=0.06,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        dtype="float32",
-        **(layers | heads | ends | sizes | shape),
-    )
+    kind = {"initializer_range": 0.06, "tie_word_embeddings": True, "dtype": "float32"}
+    config = Qwen3Config(bos_token_id=None, **kind, **(layers | heads | ends | sizes | shape))
     # The caller's random state neither decides the weights nor changes.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)

@@ -98,8 +98,7 @@ class _Linear(torch.autograd.Function):
         columns, width = weight.shape
         shape = (columns, width, x.dtype, bias is not None, torch.get_num_threads())
         most = max(ROWS, min(MOST_ROWS, MOST_ELEMENTS // columns) // ROWS * ROWS)
-        out = x.new_empty(len(x), columns)
-        start = 0
+        out, start = x.new_empty(len(x), columns), 0
         while (left := len(x) - start) >= ROWS:
             rows = min(most, left // ROWS * ROWS)
             while not _proven(rows, *shape):

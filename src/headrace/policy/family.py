@@ -144,9 +144,7 @@ def visible(positions: Tensor, length: int, window: int) -> Tensor:
 
 def unseen(positions: Tensor, length: int, window: int, dtype: torch.dtype) -> Tensor:
     """The same to be added to scores: 0 for keys that a query sees, -inf for the others."""
-    seen = visible(positions, length, window)
-    mask = torch.full(seen.shape, float("-inf"), dtype=dtype, device=seen.device)
-    return mask.masked_fill_(seen, 0.0)
+    return torch.where(visible(positions, length, window), 0.0, float("-inf")).to(dtype)
 
 
 class FamilyBody:

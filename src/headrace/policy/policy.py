@@ -287,11 +287,10 @@ class Support:
 
     def forbidden(self, start: int, end: int, vocab: int) -> Tensor:
         """Mask `[end - start, V]` of the tokens outside the support."""
-        first, last = int(self.offsets[start]), int(self.offsets[end])
-        counts = self.offsets[start + 1 : end + 1] - self.offsets[start:end]
+        counts = self.offsets[start : end + 1].diff()
         rows = torch.repeat_interleave(torch.arange(end - start, device=self.ids.device), counts)
         mask = torch.ones(end - start, vocab, dtype=torch.bool, device=self.ids.device)
-        mask[rows, self.ids[first:last].long()] = False
+        mask[rows, self.ids[self.offsets[start] : self.offsets[end]].long()] = False
         mask[counts == 0] = False  # an empty support is the whole vocabulary
         return mask
 

@@ -59,8 +59,7 @@ def refuse_unsupported(model: Any) -> None:
 
 def check_weights(policy: Policy) -> None:
     """Refuse weights that cannot be trained, and parts that need more than a token's own past."""
-    packed = {str(p.dtype) for p in policy.model.parameters() if p.dtype not in TOLERANCE}
-    if packed:
+    if packed := {str(p.dtype) for p in policy.model.parameters() if p.dtype not in TOLERANCE}:
         raise ModelError(f"the model has weights of type {', '.join(sorted(packed))}, which cannot be trained")
     vocab = policy.head_weight.shape[0]
     if len(policy.tokenizer) > vocab:
@@ -134,8 +133,7 @@ def _check_windows(policy: Policy) -> str:
         score_bytes = 10 * policy.num_heads * length**2  # in the model's precision and in float32
         return flop <= MOST_FLOP[policy.device.type] and score_bytes <= MOST_SCORE_BYTES
 
-    affordable = list(filter(is_affordable, lengths))
-    if affordable:
+    if affordable := list(filter(is_affordable, lengths)):
         ids = random_ids(policy, 1, affordable[-1])
         with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
             stock = policy.body(input_ids=ids, use_cache=False).last_hidden_state[0, -COMPARED:]

@@ -46,9 +46,7 @@ class Routes:
         """Instead of `own` the forced experts, or their groups of `group_size`, one perhaps twice."""
         if self._forced is None:
             return own
-        forced = self._forced[:, layer].long()
-        if group_size > 1:
-            forced = forced // group_size
+        forced = self._forced[:, layer].long() // group_size
         if self._known is None:
             return forced
         if group_size > 1:  # the two may differ in number: repeat the first of each
@@ -118,8 +116,7 @@ class Routers:
         return torch.from_numpy(routes if self.num_experts <= 256 else routes.astype(np.int16)).to(device)
 
     def to_host(self, routes: Routes, num_tokens: int) -> RouteArray:
-        chosen = routes.chosen
-        if chosen is None:
+        if (chosen := routes.chosen) is None:
             return np.empty((num_tokens, 0, 0), self.dtype)
         return chosen.cpu().numpy().astype(self.dtype, copy=False)
 

@@ -9,15 +9,14 @@ The members of a chain meet at a rendezvous, which every ticket names. A broken 
 repaired: the sender opens another rendezvous (`expect`) for whoever is still there.
 """
 
-import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -64,8 +63,8 @@ class _Chain:
         if self.index > meeting.num_receivers:
             raise PublishError(f"a receiver too many came to the meeting: {meeting.num_receivers} were expected")
         size = meeting.num_receivers + 1
-        self._on_gpus = device.type == "cuda"
-        if self._on_gpus:
+        self._device = device
+        if device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
             with _errors_are_ours():
@@ -77,10 +76,10 @@ class _Chain:
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname=here)]
             self._group = distributed.ProcessGroupGloo(rendezvous, self.index, size, options)
 
-    def carry(self, chunks: Iterable[Tensor], deadline: float) -> None:
+    def carry(self, buckets: Sequence[Tensor], deadline: float) -> None:
         """Receive every chunk, except at the head, and pass it on, except at the end."""
-        coming: deque[Any] = deque()
-        going: deque[Any] = deque()
+        chunks = [chunk for bucket in buckets for chunk in bucket.split(CHUNK_BYTES)]
+        coming, going = deque[Any](), deque[Any]()
 
         def wait_for(work: Any) -> None:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
@@ -93,13 +92,13 @@ class _Chain:
                 if coming:
                     wait_for(coming.popleft())
                 if self.index < self.meeting.num_receivers:
-                    going.append(self._group.send([chunk], self.index + 1, number))
+                    going.append(self._group.send([chunk.to(self._device)], self.index + 1, number))
                 if len(going) > _WINDOW:
                     wait_for(going.popleft())
             for work in going:
                 wait_for(work)
         except RuntimeError:
-            if self._on_gpus:
+            if self._device.type == "cuda":
                 self._group.abort()
             raise
 
@@ -110,13 +109,12 @@ class CollectiveSender:
     def __init__(self, *, device: torch.device | str = "cpu") -> None:
         self._host, self._device = own_address(), torch.device(device)
         self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
-        self._numbers = itertools.count(1)
+        self._numbers = count(1)
         self._staged: dict[int, Payload] = {}
-        self._chain: _Chain | None = None
         self.expect(())
 
     def expect(self, nodes: Sequence[str]) -> None:
-        self._chain = None
+        self._chain: _Chain | None = None
         self._meeting = Meeting(self._host, self._store.port, next(self._numbers), len(nodes))
 
     def stage(self, payload: Payload) -> None:
@@ -135,8 +133,7 @@ class CollectiveSender:
         try:
             if self._chain is None:
                 self._chain = _Chain(self._meeting, self._store, 0, self._device, timeout_s)
-            chunks = _chunks(self._staged[ticket.version].buckets)
-            self._chain.carry((chunk.to(self._device) for chunk in chunks), deadline)
+            self._chain.carry(self._staged[ticket.version].buckets, deadline)
         except RuntimeError as error:  # all that torch.distributed raises
             self.expect([""] * self._meeting.num_receivers)
             raise PublishError(
@@ -163,7 +160,7 @@ class CollectiveReceiver:
                 self._chain, meeting, timeout = None, ticket.where, timedelta(seconds=timeout_s)
                 store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
                 self._chain = _Chain(meeting, store, None, self._device, timeout_s)
-            self._chain.carry(list(_chunks(buckets)), deadline)
+            self._chain.carry(buckets, deadline)
         except RuntimeError as error:
             self._chain = None
             raise PublishError(
@@ -184,8 +181,3 @@ def _errors_are_ours() -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
-
-
-def _chunks(buckets: Sequence[Tensor]) -> Iterator[Tensor]:
-    for bucket in buckets:
-        yield from bucket.split(CHUNK_BYTES)

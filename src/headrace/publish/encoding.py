@@ -22,7 +22,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.errors import PublishError
 
@@ -118,7 +118,7 @@ class Encoder:
         if missing := self._held.keys() - changes.keys():
             raise PublishError(f"version {version} lacks '{min(missing)}', which version {self.version} has")
         self._changes = changes
-        if writer.num_bytes < sum(flat_bytes(tensor).numel() for tensor in self._held.values()):
+        if writer.num_bytes < sum(tensor.nbytes for tensor in self._held.values()):
             return writer.payload(version, self.version, EncodingKind.DELTA)
 
         def changed(name: str) -> Tensor:
@@ -300,10 +300,9 @@ def checksum(bucket: Tensor) -> int:
     even one, so a change of a single word always shows. Integer sums do not depend on their order.
     """
     row_bytes = 8 * _ROW_WORDS
-    num_whole = bucket.numel() // row_bytes * row_bytes
-    last = torch.zeros(row_bytes, dtype=torch.uint8, device=bucket.device)
-    last[: bucket.numel() - num_whole].copy_(bucket[num_whole:])
-    last = last.view(torch.int64)
+    num_left = bucket.numel() % row_bytes
+    num_whole = bucket.numel() - num_left
+    last = nn.functional.pad(bucket[num_whole:], (0, row_bytes - num_left)).view(torch.int64)
     rows = bucket[:num_whole].view(torch.int64).view(-1, _ROW_WORDS)
     by_row = torch.cat([rows.sum(1), last.sum(0, keepdim=True)])
     by_column = rows.sum(0) + last

@@ -53,10 +53,8 @@ def two_versions(num_params: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]
         tensors[f"{layer}.lora_A.weight"] = torch.randn(ADAPTER_RANK, width, generator=generator) * 0.02
         tensors[f"{layer}.lora_B.weight"] = torch.zeros(width, ADAPTER_RANK)
     optimizer = torch.optim.AdamW(tensors.values(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-    before: dict[str, Tensor] = {}
-    for step in range(STEPS + 1):
-        if step == STEPS:
-            before = {name: tensor.clone() for name, tensor in tensors.items()}
+    for _ in range(STEPS + 1):
+        before = {name: tensor.clone() for name, tensor in tensors.items()}
         for tensor in tensors.values():
             tensor.grad = torch.randn(tensor.shape, generator=generator)
         optimizer.step()

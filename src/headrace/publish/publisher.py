@@ -156,7 +156,7 @@ class _Timed:
         started = time.perf_counter()
         for name, tensor in self._tensors:
             self.seconds += time.perf_counter() - started
-            self.num_bytes += tensor.numel() * tensor.element_size()
+            self.num_bytes += tensor.nbytes
             yield name, tensor
             started = time.perf_counter()
         self.seconds += time.perf_counter() - started

@@ -114,18 +114,13 @@ class LiveEnvironments:
         if (old := self._live.pop(command.episode, None)) is not None:
             await _maybe(old, "close")
         environment = self._make()
-        if command.do == "restore":
-            await _maybe(environment, "restore", json.loads(command.given))
-            said = None
-        else:
-            said = await _maybe(environment, "start", command.given)
+        given = json.loads(command.given) if command.do == "restore" else command.given
+        said = await _maybe(environment, command.do, given)
         self._live[command.episode] = environment
-        return {"said": said, "state": await self._state(environment)}
+        return {"said": said if command.do == "start" else None, "state": await self._state(environment)}
 
     async def _turn(self, environment: Any, calls: list[Any] | None = None, text: str = "") -> dict[str, Any]:
-        replies: list[str] = []
-        rewards: list[float] = []
-        done = False
+        replies, rewards, done = list[str](), list[float](), False
         try:
             if calls is None:
                 replies.append(await _maybe(environment, "reply", text))

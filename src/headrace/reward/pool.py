@@ -182,8 +182,7 @@ class JudgeProcess:
 
     def takes_more(self) -> bool:
         """Whether jobs may join: only coroutines, unless one is late or to be judged alone."""
-        jobs = self.going.values()
-        late = any(job.suspect or self._loop.time() > job.due for job in jobs)
+        late = any(job.suspect or self._loop.time() > job.due for job in self.going.values())
         return not self.going or (self.mode is Mode.ASYNC and not late)
 
     async def woken(self) -> None:
@@ -411,7 +410,7 @@ class JudgePool:
             self._queue.extendleft(reversed(list(jobs)))
         else:
             self._queue.extend(jobs)
-        for worker in sorted(self._workers, key=lambda worker: len(worker.going)):  # least busy first
+        for worker in sorted(self._workers, key=lambda w: len(w.going)):  # least busy first
             worker.wake.set()
 
     def _break(self, error: Exception) -> None:

@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, BinaryIO
 
@@ -80,8 +80,7 @@ def main(fd: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with socket.socket(fileno=fd) as sock, sock.makefile("rb") as requests, contextlib.suppress(ConnectionError):
-        first = read_frame(requests)
-        if first is None:
+        if (first := read_frame(requests)) is None:
             return
         setup: Setup = pickle.loads(first)
         try:
@@ -117,7 +116,7 @@ def _judge_in_turn(
         try:
             verdict = function.invoke([pickle.loads(blobs[item]) for item in items])
             if inspect.isawaitable(verdict):
-                verdict = runner.run(_wait_for(verdict))
+                verdict = runner.run(asyncio.wait_for(verdict, None))
             scores = function.scores(verdict, len(items))
         except BaseException as error:
             scores = [failure_of(error)] * len(items)
@@ -146,10 +145,6 @@ async def _judge_concurrently(function: RewardFunction, timeout_s: float, sock: 
                 task = asyncio.create_task(judge(item, blob))
                 going.add(task)
                 task.add_done_callback(going.discard)
-
-
-async def _wait_for(verdict: Awaitable[Any]) -> Any:
-    return await verdict
 
 
 def _end_with_parent(fd: int) -> None:

@@ -21,8 +21,6 @@ from subprocess import DEVNULL, PIPE, Popen
 from tempfile import TemporaryFile
 from typing import IO, Any
 
-import numpy as np
-
 from headrace.config import Config
 from headrace.episode.chat import Message
 from headrace.episode.session import AbortedError, Desk, Session
@@ -126,8 +124,7 @@ class Agents:
         """The tokens of a worked chat, with the tools in the field `tools`, and which of them are answers."""
         first = next((i for i, message in enumerate(chat) if message.get("role") == "assistant"), len(chat))
         history = list(chat[:first]) or list(prompt.messages) or [{"role": "user", "content": prompt.text}]
-        ids, learned = self.desk.chat.worked(history, chat[first:], prompt.fields.get("tools"))
-        return np.array(ids, np.int32), np.array(learned, np.bool_)
+        return self.desk.chat.worked(history, chat[first:], prompt.fields.get("tools"))
 
 
 class AgentEpisode:
@@ -235,36 +232,28 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
     with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(text.encode())
         given.seek(0)
-        try:
-            starting = asyncio.create_task(
-                asyncio.create_subprocess_exec(
-                    *shlex.split(command), stdin=given, stdout=out, stderr=err, env=env, start_new_session=True
-                )
+        starting = asyncio.create_task(
+            asyncio.create_subprocess_exec(
+                *shlex.split(command), stdin=given, stdout=out, stderr=err, env=env, start_new_session=True
             )
+        )
+        try:
             process = await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            begun = await starting
-            _end_group(begun)
-            await begun.wait()
-            raise
+            await process.wait()
         except OSError as error:
             raise ConfigError(f"episode.agent = '{command}' cannot be started: {error}") from error
-        try:
-            await process.wait()
         finally:
-            _end_group(process)
-            await process.wait()
+            await asyncio.wait([starting])  # cancelled, we may be here before it has started
+            if starting.exception() is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(starting.result().pid, signal.SIGKILL)
+                await starting.result().wait()
         printed, complaints = map(_tail, (out, err))
     if process.returncode:
         raise AgentFailedError(f"the command ended with {process.returncode}: {complaints[-MOST_DETAIL:]}")
     with suppress(ValueError):
         return parts_of(json.loads(printed.rpartition("\n")[2]))
     return None
-
-
-def _end_group(process: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tail(file: IO[bytes]) -> str:

@@ -149,8 +149,9 @@ class Conversation:
         known = [turn for turn in (self._claim(tokens) for _ in range(ask.n)) if turn is not None]
         place = place_before(self.session.trajectory, known[0].start) if known else self.session.tell(addition)
         told = [str(message["content"]) for message in new]
-        if node.place >= 0:
-            self._replied(node, tuple(told))
+        if node.place >= 0 and not (turn := self._turn(node.place)).replies:
+            took_s = self.session.desk.now() - node.answered_s
+            self.session.replace_turn(turn, replace(turn, replies=tuple(told), environment_s=took_s))
 
         async def sampled(i: int) -> Turn:
             own = sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + i) % 2**63)
@@ -310,13 +311,6 @@ class Conversation:
 
     def _turn(self, place: int) -> Turn:
         return next(turn for turn in self.session.trajectory.turns if turn.end - 1 == place)
-
-    def _replied(self, node: Node, replies: tuple[str, ...]) -> None:
-        """Book what followed an answer, and how long it took, with its turn."""
-        turn = self._turn(node.place)
-        if not turn.replies:
-            seconds = self.session.desk.now() - node.answered_s
-            self.session.replace_turn(turn, replace(turn, replies=replies, environment_s=seconds))
 
 
 def _ids(message: Message) -> frozenset[str]:

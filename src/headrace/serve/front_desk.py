@@ -5,7 +5,6 @@ import hashlib
 import hmac
 import itertools
 import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -35,7 +34,7 @@ class FrontDesk:
         self.model, self.max_context, self.base_url = model, max_context, ""
         self._key = key
         self._admitted: dict[bytes, Conversation] = {}
-        self._over: OrderedDict[bytes, None] = OrderedDict()
+        self._over: dict[bytes, None] = {}  # the oldest first
         self._offers: asyncio.Queue[tuple[Mapping[str, Any], asyncio.Future[None]] | None] = asyncio.Queue()
 
     @asynccontextmanager
@@ -56,7 +55,7 @@ class FrontDesk:
         self._admitted.pop(_digest(key), None)
         self._over[_digest(key)] = None
         while len(self._over) > MOST_REMEMBERED:
-            self._over.popitem(last=False)
+            del self._over[next(iter(self._over))]
 
     def check(self, key: str) -> None:
         if not self._is_own(key):
@@ -83,8 +82,7 @@ class FrontDesk:
         conversation = self._of(key)
         if id != conversation.id:
             raise RefusedError("this key is of another episode", status=404)
-        parts = parts_of(body)
-        if parts is None:
+        if (parts := parts_of(body)) is None:
             raise RefusedError("reward must be a finite number, or an object of them", param="reward")
         if not conversation.reward.done():
             conversation.reward.set_result(parts)
@@ -122,7 +120,7 @@ class Visitors(FrontDesk):
     def __init__(self, model: str, key: str, desk: Desk, sampling: Sampling) -> None:
         super().__init__(model, desk.max_context, key)
         self._desk, self._sampling = desk, replace(sampling, max_new_tokens=desk.max_context)
-        self._visits: OrderedDict[str, Conversation] = OrderedDict()
+        self._visits: dict[str, Conversation] = {}  # the latest last
         self._numbers = itertools.count()
         desk.chat.prove()
 
@@ -137,8 +135,8 @@ class Visitors(FrontDesk):
             prompt = Prompt(id=f"visit-{next(self._numbers)}", text="", token_ids=np.empty(0, np.int32))
             order = Order(serial=0, prompt=prompt, samplings=(self._sampling,), indices=(0,), counted=False)
             found = Conversation(Session(self._desk, order, 0))
-            self._visits[found.id] = found
-        self._visits.move_to_end(found.id)
+        self._visits.pop(found.id, None)
+        self._visits[found.id] = found
         idle = [visit for visit in self._visits.values() if visit.is_idle and visit is not found]
         for visit in idle[: max(0, len(self._visits) - MOST_VISITS)]:
             del self._visits[visit.id]

@@ -34,13 +34,7 @@ FORMS: dict[str, tuple[Read, Whole, Events | None]] = {
     "/v1/completions": (CompletionsAsk.read, reply.completion, reply.completion_events),
     "/inference/v1/generate": (GenerateAsk.read, reply.generation, None),
 }
-KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-}
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def application(desk: FrontDesk) -> Starlette:
@@ -66,7 +60,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
     refused = _as_refused(error)
     headers = {"x-should-retry": "true", "Retry-After": str(refused.after_s)}
     headers = headers if refused.after_s else {"x-should-retry": "false"}
-    return JSONResponse({"error": _explained(error)}, status_code=refused.status, headers=headers)
+    return JSONResponse({"error": _explained(refused)}, status_code=refused.status, headers=headers)
 
 
 def _as_refused(error: Exception) -> RefusedError:
@@ -80,9 +74,8 @@ def _as_refused(error: Exception) -> RefusedError:
     return RefusedError(f"{type(error).__name__}: {error}"[:400], status=500)
 
 
-def _explained(error: Exception) -> dict[str, Any]:
-    refused = _as_refused(error)
-    kind = KINDS.get(refused.status, "invalid_request_error")
+def _explained(refused: RefusedError) -> dict[str, Any]:
+    kind = KINDS.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
     return {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}
 
 
@@ -133,7 +126,7 @@ async def _stream(
         for text in events(answers.result()):
             yield text
     except Exception as error:  # the status is sent already
-        yield reply.event({"error": _explained(error)}, "error")
+        yield reply.event({"error": _explained(_as_refused(error))}, "error")
 
 
 async def _models(desk: FrontDesk, request: Request) -> Response:
