@@ -134,22 +134,9 @@ async def run_async(code: str | Sequence[str], **options: Any) -> Ran:
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 _X32 = 0x40000000  # calls of x86_64's 32-bit cousin have this bit
-# Numbers on x86_64 and on aarch64. Last: memory of no process, which no limit would count.
-_CALLS = """
-    ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272,
-    unshare 272 97, setns 308 268, mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51,
-    open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432,
-    fspick 433 433, mount_setattr 442 442, pidfd_getfd 438 438, bpf 321 280,
-    perf_event_open 298 241, userfaultfd 323 282, add_key 248 217, request_key 249 218,
-    keyctl 250 219, init_module 175 105, finit_module 313 273, delete_module 176 106,
-    kexec_load 246 104, kexec_file_load 320 294, reboot 169 142, swapon 167 224, swapoff 168 225,
-    acct 163 89, syslog 103 116, quotactl 179 60, quotactl_fd 443 443, settimeofday 164 170,
-    clock_settime 227 112, name_to_handle_at 303 264, open_by_handle_at 304 265,
-    fanotify_init 300 262, move_pages 279 239, migrate_pages 256 238, io_uring_setup 425 425,
-    io_uring_enter 426 426, io_uring_register 427 427,
-    shmget 29 194, msgget 68 186, semget 64 190, memfd_create 319 279, memfd_secret 447 447
-"""
-REFUSED = {name: tuple(map(int, numbers)) for name, *numbers in map(str.split, _CALLS.split(","))}
+# Names, and numbers on x86_64 and on aarch64. Last: memory of no process, which no limit would count.
+_TABLE = Path(__file__).with_name("syscalls.txt").read_text().splitlines()
+REFUSED = {name: tuple(map(int, numbers)) for name, *numbers in map(str.split, _TABLE)}
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*
 _AF_UNIX = 1

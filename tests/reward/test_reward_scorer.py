@@ -274,7 +274,7 @@ async def test_closing_ends_every_process_and_tells_those_who_wait(rewards: str)
     with pytest.raises(RewardError, match="not started"):
         await pool.run(completion())
     await pool.start()
-    pids = pool.pids
+    pids = [worker.process.pid for worker in pool._workers]
     assert all(is_alive(pid) for pid in pids)
     waiting = asyncio.ensure_future(pool.run(completion(do="hang")))
     assert (await pool.run(completion("abc"))).reward == 3.0
@@ -291,7 +291,7 @@ async def test_a_worker_that_died_idle_is_replaced_without_blame(rewards: str) -
     setup = Setup(function=f"{rewards}:score", answer_field="answer", pattern="", timeout_s=60.0)
     pool = JudgePool(setup, num_workers=1, retries=0)
     await pool.start()
-    os.kill(pool.pids[0], 9)
+    os.kill(pool._workers[0].process.pid, 9)
     await asyncio.sleep(0.2)
     assert (await pool.run(completion("abc"))).reward == 3.0
     assert (pool.num_workers_replaced, pool.num_retried) == (1, 0)

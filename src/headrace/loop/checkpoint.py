@@ -56,8 +56,7 @@ class Checkpoints:
             _sync(self._directory)
         except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            reason = _reason(error)
-            raise RunError(f"the checkpoint of step {version} could not be written: {reason}") from error
+            raise RunError(f"the checkpoint of step {version} could not be written: {_reason(error)}") from error
         for old in self._complete()[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)
         return final
@@ -83,8 +82,7 @@ class Checkpoints:
 
 def _checked(path: Path) -> Checkpoint:
     manifest = json.loads((path / MANIFEST).read_text())
-    if manifest["layout"] != LAYOUT:
-        found = manifest["layout"]
+    if (found := manifest["layout"]) != LAYOUT:
         raise RunError(f"it has layout {found}, and this version of headrace reads layout {LAYOUT}")
     for name, expected in manifest["files"].items():
         file = (path / name).resolve()

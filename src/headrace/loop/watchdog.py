@@ -25,6 +25,7 @@ from headrace.measured import StageClock
 
 ROUNDS = 20  # looks at `progress` within the limit
 MOST_S = 5.0  # between two looks
+NOBODY = "no stage is at work, all wait for each other"
 
 Result = TypeVar("Result")
 
@@ -75,9 +76,13 @@ class Watchdog:
             self._looked_s = time.monotonic()
             now = self.progress()
             quiet_s, before = (quiet_s + self._pause_s if now == before else 0.0), now
+        # of each stage the span that began first
+        spans = sorted(self.clock.running(), key=lambda span: span.start_s)
+        first = {span.stage: span.end_s - span.start_s for span in reversed(spans)}
+        busy = ", ".join(f"{stage} has been at work for {s:.0f} s" for stage, s in first.items())
         self.hung = (
             f"nothing has moved for {self.limit_s:g} s (recovery.hang_s + reward.timeout_s): "
-            f"{self._at_work()}. The stacks of all threads are in {self.run_dir / STACKS}. Nothing is "
+            f"{busy or NOBODY}. The stacks of all threads are in {self.run_dir / STACKS}. Nothing is "
             f"lost: `headrace resume {self.run_dir}` goes on with the run"
         )
         write_stacks(self.run_dir / STACKS, asyncio.get_running_loop())
@@ -94,13 +99,6 @@ class Watchdog:
                     f"return, kill the process: `headrace resume {self.run_dir}` goes on with the run"
                 )
                 return
-
-    def _at_work(self) -> str:
-        # of each stage the span that began first
-        spans = sorted(self.clock.running(), key=lambda span: span.start_s)
-        first = {span.stage: span.end_s - span.start_s for span in reversed(spans)}
-        busy = ", ".join(f"{stage} has been at work for {s:.0f} s" for stage, s in first.items())
-        return busy or "no stage is at work, all wait for each other"
 
 
 def write_stacks(path: Path, events: asyncio.AbstractEventLoop) -> None:

@@ -265,10 +265,6 @@ class JudgePool:
         self._broken: Exception | None = RewardError("the reward workers are not started")
         self.num_retried = self.num_workers_replaced = 0
 
-    @property
-    def pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers]
-
     async def start(self) -> None:
         self._workers = [JudgeProcess(self._setup) for _ in range(self._num_workers)]
         starting = [asyncio.create_task(worker.prepare()) for worker in self._workers]
