@@ -111,8 +111,9 @@ def test_wandb_gets_project_config_rows_and_samples(tmp_path, make_row, monkeypa
     fake.Html = lambda text, inject: text
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delitem(sys.modules, "headrace.ledger.sink_wandb", raising=False)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     for _ in range(2):  # as a run and its restart do
-        (sink,) = open_sinks(LedgerSection(sinks=("wandb",), wandb_project="mine"), tmp_path, {"a": 1})
+        (sink,) = open_sinks(LedgerSection(sinks=("wandb",)), tmp_path, {"a": 1})
         sink.sample(SAMPLE)
         sink.row(make_row(4))
         sink.close()

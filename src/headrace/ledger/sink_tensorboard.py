@@ -16,7 +16,7 @@ from headrace.roles import Sink
 class TensorboardSink(Sink):
     """Writes an event file under `tensorboard/`, with the settings as text."""
 
-    def __init__(self, run_dir: Path, config_dict: Mapping[str, Any], *_: object) -> None:
+    def __init__(self, run_dir: Path, config_dict: Mapping[str, Any]) -> None:
         self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
         self._text("config", json.dumps(config_dict, indent=2, default=str), 0)
 

@@ -1,6 +1,7 @@
 """Rows as Weights & Biases history."""
 
 import html
+import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,6 @@ from typing import Any
 
 import wandb
 
-from headrace.config import LedgerSection
 from headrace.ledger.sinks import as_text, scalars
 from headrace.measured import Row, Sample
 from headrace.roles import Sink
@@ -17,11 +17,11 @@ from headrace.roles import Sink
 class WandbSink(Sink):
     """Logs rows to a run named like the run's directory; a restart continues the same one."""
 
-    def __init__(self, run_dir: Path, config_dict: Mapping[str, Any], section: LedgerSection) -> None:
+    def __init__(self, run_dir: Path, config_dict: Mapping[str, Any]) -> None:
         kept = run_dir / "wandb" / "headrace-id"
         id = kept.read_text() if kept.exists() else secrets.token_hex(8)
         self._run: Any = wandb.init(
-            project=section.wandb_project,
+            project=os.environ.get("WANDB_PROJECT", "headrace"),
             name=run_dir.resolve().name,
             dir=str(run_dir),
             config=dict(config_dict),

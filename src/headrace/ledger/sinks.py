@@ -17,7 +17,7 @@ from headrace.user_code import load_optional
 class JsonlSink(Sink):
     """Writes `rows.jsonl` and `samples.jsonl`, one JSON object per line."""
 
-    def __init__(self, run_dir: Path, *_: object) -> None:
+    def __init__(self, run_dir: Path, _: object) -> None:
         self._rows = (run_dir / "rows.jsonl").open("w", encoding="utf-8", buffering=1)
         self._samples = (run_dir / "samples.jsonl").open("a", encoding="utf-8", buffering=1)
 
@@ -47,7 +47,7 @@ def open_sinks(
             if name != "jsonl":
                 module = load_optional(f"headrace.ledger.sink_{name}", name, name)
                 kind = getattr(module, f"{name.capitalize()}Sink")
-            opened.append(kind(run_dir, config_dict, section))
+            opened.append(kind(run_dir, config_dict))
             undo.callback(opened[-1].close)
             for row in past if name == "jsonl" else ():
                 opened[-1].row(row)
