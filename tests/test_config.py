@@ -187,11 +187,7 @@ def test_changed_settings_are_overrides_that_give_them_back():
 def test_explain():
     by_key = {setting.key: setting for setting in explain(None)}
     assert by_key["learner.lr"] == ("learner.lr", "a number at least 0", "1e-06", "learning rate")
-    assert {setting.key for setting in explain("ledger")} == {
-        "ledger.samples_every",
-        "ledger.sinks",
-        "ledger.wandb_project",
-    }
+    assert {setting.key for setting in explain("ledger")} == {"ledger.samples_every", "ledger.sinks"}
     assert [setting.key for setting in explain("loop.steps")] == ["loop.steps"]
     with pytest.raises(ConfigError, match="did you mean learner"):
         explain("lerner")

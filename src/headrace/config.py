@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 # Most numbers have an upper bound, far above what is useful: a slip of the finger is refused before
 # it fills the memory, starts a million processes or overflows a column of the ledger.
 MOST = 10**9
+MOST_TOP_K = 256  # of vLLM
 MOST_PROCESSES = 1024
 LEAST = 1e-6  # what single precision still divides by
 MOST_S = 10**8  # three years; timers of operating systems overflow later
@@ -94,6 +95,11 @@ class PromptsSection(SettingsSection):
 class RolloutSection(SettingsSection):
     """Generation."""
 
+    engine: Literal["embedded", "vllm"] = setting("embedded", "what samples: the engine in here, or a vLLM server")
+    command: Name = setting(
+        "python -m vllm.entrypoints.openai.api_server",
+        "starts a server of an engine that is not embedded; flags are added to it",
+    )
     samples: PositiveInt = setting(8, "trajectories per prompt", most=10_000)
     max_new_tokens: PositiveInt = setting(64, "an answer is cut here")
     temperature: Annotated[float, Field(ge=LEAST, le=MOST)] = setting(1.0, "divides the logits")
@@ -291,7 +297,6 @@ class LedgerSection(SettingsSection):
         "show an answer or two to one prompt, trained on or not, every this many steps; 0 is off",
     )
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "export rows there")
-    wandb_project: str = setting("headrace", "project name for the wandb sink")
 
 
 class PublishSection(SettingsSection):
@@ -349,7 +354,7 @@ class Config(SettingsSection):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        if problems := [*_of_learning(self), *_of_generation(self), *_of_places(self)]:
+        if problems := [*_of_learning(self), *_of_generation(self), *_of_engines(self), *_of_places(self)]:
             raise ValueError("\n".join(problems))
         return self
 
@@ -422,6 +427,22 @@ def _of_generation(config: Config) -> Iterator[str]:
             f"rollout.kv_tokens = {rollout.kv_tokens} does not hold one sequence: "
             f"prompts.max_tokens + rollout.max_new_tokens = {kv_needed}"
         )
+
+
+def _of_engines(config: Config) -> Iterator[str]:
+    rollout, place = config.rollout, config.place
+    truncates = rollout.top_k or rollout.top_p < 1 or rollout.min_p
+    told = f"it tells what they left only with a top_k up to {MOST_TOP_K}"
+    cannot = {
+        "model.exact = true: its log-probs are not those of the learner to the bit": config.model.exact,
+        "rollout.speculate or kv_tokens: put its own flags into rollout.command": rollout.speculate
+        or rollout.kv_tokens,
+        f"rollout.max_wall_s = {rollout.max_wall_s}: it cannot lay answers aside": rollout.max_wall_s,
+        f"rollout.top_k, top_p or min_p: {told}": truncates and not 0 < rollout.top_k <= MOST_TOP_K,
+        "place.layout = 'colocated': it has a device of its own": place.layout == "colocated",
+    }
+    if rollout.engine != "embedded":
+        yield from (f"rollout.engine = '{rollout.engine}' and {what}" for what, is_set in cannot.items() if is_set)
 
 
 def _of_places(config: Config) -> Iterator[str]:

@@ -397,6 +397,7 @@ class News:
     spans: tuple[StageSpan, ...] = ()
     counts: EngineCounts = field(default_factory=EngineCounts)
     under_way: Mapping[int, Mapping[int, Trajectory]] | None = None  # by serial and index, if asked
+    notes: tuple[str, ...] = ()  # for the user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from tiny_runs import Workshop
 
 from headrace.errors import DataError, WorkerLostError
+from headrace.measured import StageClock
 from headrace.place.device import DeviceThread
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.publish.disk import DiskReceiver
@@ -63,12 +63,12 @@ class Books:
         self.sampled = self.redone = 0
         self.lost: list[str] = []
         self.pool = RolloutPool(
-            now=time.monotonic,
-            on_span=lambda span: None,
+            clock=StageClock(),
             on_begun=lambda serial, version: None,
             on_sampled=lambda n: setattr(self, "sampled", self.sampled + n),
             on_redone=lambda n: setattr(self, "redone", self.redone + n),
             on_lost=lambda worker, why: self.lost.append(worker.name),
+            on_note=self.lost.append,
         )
         for worker in workers:
             self.pool.join(worker)  # type: ignore[arg-type]

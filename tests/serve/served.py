@@ -149,6 +149,7 @@ async def house(
         now=clock,
         span=lambda stage: nullcontext(),
         on_turn=lambda serial, trajectory: None,
+        refusal=lambda sampling: "",
     )
     home.desk.chat.prove()
     home.front = FrontDesk("tiny", policy.max_context)

@@ -43,6 +43,7 @@ class Desk:
     now: Callable[[], float]
     span: Callable[[str], AbstractContextManager[None]]  # of a stage
     on_turn: Callable[[int, Trajectory], None]  # a group's serial, and the episode with its newest turn
+    refusal: Callable[[Sampling], str]  # why the engine cannot sample so; empty if it can
 
 
 class Session:

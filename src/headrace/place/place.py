@@ -49,6 +49,7 @@ from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
+from headrace.rollout.engine_vllm import refusal
 from headrace.rollout.pool import RolloutPool
 from headrace.serve.agent import Agents
 from headrace.types import Completion, Example, Prompt, Score, Trajectory
@@ -115,12 +116,12 @@ class Place:
         self.clock = self.ledger.clock if self.ledger else StageClock()
         self._buffer: Buffer  # made by `loop`, as is the ledger of a new run
         self.pool = RolloutPool(
-            now=self.clock.now,
-            on_span=self.clock.add,
+            clock=self.clock,
             on_sampled=lambda num_tokens: self._books.sampled(num_tokens),
             on_begun=lambda serial, version: self._buffer.begin(serial, version),
             on_redone=lambda num_tokens: self._books.redone(num_tokens),
             on_lost=self._on_lost,
+            on_note=on_note,
         )
         self._player = self._make_player()
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
@@ -170,6 +171,7 @@ class Place:
             now=self.clock.now,
             span=self.clock.span,
             on_turn=self._on_turn,
+            refusal=refusal if self.config.rollout.engine == "vllm" else lambda sampling: "",
         )
 
     async def start_engines(self) -> None:

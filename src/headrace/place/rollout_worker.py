@@ -23,6 +23,7 @@ from headrace.publish.publisher import Subscriber
 from headrace.roles import ReceivingEnd
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
+from headrace.rollout.engine_vllm import VllmEngine
 from headrace.types import IntArray, News, Order, Ticket, Trajectory
 
 HEARTBEAT_S = 1.0  # a worker without news says so this often
@@ -69,11 +70,11 @@ class RolloutWorker:
             seed=spec.config.run.seed,
             clock=self._clock.now,
             span=lambda stage: self._clock.span(stage, version=self.engine.version, worker=self._name),
-            on_sampled=self._on_sampled,
-            on_begun=self._on_begun,
-            on_finished=self._on_finished,
+            on_sampled=self._tell,
+            on_begun=lambda serial, version: self._tell(begun=((serial, version),)),
+            on_finished=lambda trajectory: self._tell(finished=(trajectory,)),
         )
-        self._fetching: DeviceThread | None = None  # a thread for weights: one version at a time
+        self._fetching = DeviceThread()  # for weights: one version at a time
         self._running: asyncio.Task[None] | None = None
 
     # ---- generation
@@ -104,6 +105,8 @@ class RolloutWorker:
             under_way = await self._device.run(self.actor.under_way)  # what finished is told already
         begun, self._begun = tuple(self._begun), []
         finished, self._finished = tuple(self._finished), []
+        notes = tuple(self.engine.notes)
+        self.engine.notes.clear()
         return News(
             sampled_tokens=self._sampled_tokens,
             begun=begun,
@@ -111,6 +114,7 @@ class RolloutWorker:
             spans=tuple(self._clock.drain()) if self._keeps_spans else (),
             counts=self.engine.counts,
             under_way=under_way,
+            notes=notes,
         )
 
     async def abort(self, serials: Sequence[int]) -> None:
@@ -132,27 +136,22 @@ class RolloutWorker:
     def close(self) -> None:
         if self._running is not None:
             self._running.cancel()
-        if self._fetching is not None:
-            self._fetching.close(wait=False)
+        self._fetching.close(wait=False)
+        if isinstance(self.engine, VllmEngine):
+            self.engine.close()
 
-    def _on_sampled(self, num_tokens: int) -> None:
+    def _tell(
+        self, num_tokens: int = 0, begun: Sequence[tuple[int, int]] = (), finished: Sequence[Trajectory] = ()
+    ) -> None:
         self._sampled_tokens += num_tokens
-        self._news.set()
-
-    def _on_begun(self, serial: int, version: int) -> None:
-        self._begun.append((serial, version))
-        self._news.set()
-
-    def _on_finished(self, trajectory: Trajectory) -> None:
-        self._finished.append(trajectory)
+        self._begun += begun
+        self._finished += finished
         self._news.set()
 
     # ---- weights
 
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
         assert self._subscriber is not None
-        if self._fetching is None:
-            self._fetching = DeviceThread()
         await self._fetching.run(partial(self._subscriber.stage, ticket, timeout_s))
 
     @torch.no_grad()
@@ -170,13 +169,15 @@ class RolloutWorker:
         self._subscriber.abandon(version)
 
 
-def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Callable[[], float]) -> Engine:
+def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Callable[[], float]) -> Engine | VllmEngine:
     """An engine with a KV cache in all free memory but `reserved_bytes`, or what it can use."""
     r, e = spec.config.rollout, spec.config.episode
     kv_tokens = kv_budget(policy, r.kv_tokens, reserved_bytes)
     most_tokens, needed = spec.config.prompts.max_tokens + r.max_new_tokens + 64, spec.longest_prompt + r.max_new_tokens
     if grows := bool(e.environment or e.agent):  # with every turn
         most_tokens = needed = min(e.max_tokens or policy.max_context, policy.max_context)
+    if r.engine == "vllm":
+        return VllmEngine(policy, r, min(most_tokens, policy.max_context), clock)
     if not r.kv_tokens:
         kv_tokens = min(kv_tokens, r.max_running * most_tokens)
     if kv_tokens < needed:

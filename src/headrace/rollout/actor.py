@@ -11,6 +11,7 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.roles import Device
 from headrace.rollout.engine import Engine
+from headrace.rollout.engine_vllm import VllmEngine
 from headrace.rollout.rows import Generation, Request, request_seed
 from headrace.types import FinishReason, Order, Replay, Trajectory
 
@@ -22,7 +23,7 @@ MOST_GATHERED_S = 0.25
 class RolloutActor:
     """Drives the engine and turns its generations into trajectories."""
 
-    engine: Engine
+    engine: Engine | VllmEngine
     device: Device
     _: KW_ONLY
     seed: int

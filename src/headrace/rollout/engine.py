@@ -75,6 +75,7 @@ class Engine:
     def __post_init__(self) -> None:
         policy, speculate = self.policy, self.speculate
         self.version = 0
+        self.notes: list[str] = []  # for the user
         self.sampled_tokens = 0  # in total, of requests that are `counted`
         self.computed_tokens = 0  # prompts and answers in total: progress
         self.preemptions = 0  # sequences preempted because the cache was full

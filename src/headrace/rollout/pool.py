@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from headrace.errors import WorkerLostError
-from headrace.measured import EngineCounts, StageSpan
+from headrace.measured import EngineCounts, StageClock
 from headrace.roles import Sampler, Worker
 from headrace.types import IntArray, News, Order, Trajectory
 
@@ -35,12 +35,12 @@ class _Member:
 class RolloutPool:
     """Samples trajectories for the loop."""
 
-    now: Callable[[], float]
-    on_span: Callable[[StageSpan], None]
+    clock: StageClock
     on_sampled: Callable[[int], None]  # tokens: before the trajectories that hold them
     on_begun: Callable[[int, int], None]  # serial and version, at a group's first token
     on_redone: Callable[[int], None]  # tokens, when a worker is lost
     on_lost: Callable[[Worker[Sampler], str], None]  # and why
+    on_note: Callable[[str], None]
     _members: dict[Worker[Sampler], _Member] = field(default_factory=dict, init=False)
     _waiting: list[Order] = field(default_factory=list, init=False)  # while there is no worker
     _futures: dict[str, asyncio.Future[Trajectory]] = field(default_factory=dict, init=False)
@@ -143,7 +143,7 @@ class RolloutPool:
             self._waiting.remove(order)
             for i, index in enumerate(order.indices):
                 id, known = order.request_id(i), (order.so_far or {}).get(index)
-                unfinished = replace(known, id=id) if known else order.nothing_sampled(i, self.now())
+                unfinished = replace(known, id=id) if known else order.nothing_sampled(i, self.clock.now())
                 self._futures.pop(id).set_result(unfinished)
 
     async def drain(self) -> None:
@@ -198,7 +198,9 @@ class RolloutPool:
     async def _follow(self, worker: Worker[Sampler], member: _Member) -> None:
         try:
             while True:
-                self._hear(member, await worker.ask(Sampler.news))
+                for note in (news := await worker.ask(Sampler.news)).notes:
+                    self.on_note(note)
+                self._hear(member, news)
         except WorkerLostError as lost:
             self.lose(worker, str(lost))
         except Exception as error:  # of the engine: another worker would raise it, too
@@ -210,7 +212,7 @@ class RolloutPool:
             member.sampled_tokens = news.sampled_tokens
         member.counts = news.counts
         for span in news.spans:
-            self.on_span(span)
+            self.clock.add(span)
         for serial, version in news.begun:
             self.on_begun(serial, version)
         for trajectory in news.finished:

@@ -139,7 +139,8 @@ class Rows:
         self._orders = itertools.count()  # of starts
         self._all_states = np.zeros(0, STATE)
         fields = [("token", np.int64), ("logprob", np.float32), ("version", np.int32)]
-        self._table = np.zeros((0, 0), [*fields, ("routes", routes)])
+        self.dtype = np.dtype([*fields, ("routes", routes)])  # of a sampled token
+        self._table = np.zeros((0, 0), self.dtype)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -261,7 +262,7 @@ class Rows:
 
     def parked(self, request: Request, known: Trajectory, start: int) -> RowSequence:
         """The parked row of a request that sampled the tokens of `known` from `start` on elsewhere."""
-        whole = np.zeros(len(known.token_ids), self._table.dtype)
+        whole = np.zeros(len(known.token_ids), self.dtype)
         whole["token"], whole["logprob"] = known.token_ids, known.logprobs
         for span in known.spans:
             whole["version"][span.start : span.end] = span.version

@@ -245,6 +245,8 @@ class Conversation:
             self.ended_by = f"this model's maximum context length is {most} tokens, and the request has {num_prompt}"
             raise RefusedError(self.ended_by, param="messages", code="context_length_exceeded")
         sampling = replace(session.sampling, **ask.sampling, grammar=self._grammar(ask))
+        if told := session.desk.refusal(sampling):
+            raise RefusedError(told)
         num_new = min(sampling.max_new_tokens, session.sampling.max_new_tokens, most - num_prompt)
         return replace(sampling, max_new_tokens=num_new)
 
