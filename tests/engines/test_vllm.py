@@ -198,6 +198,39 @@ def test_answers_go_on_where_a_server_process_was_killed(
     assert engine.notes.pop().startswith("a vLLM server was lost (")
 
 
+def test_a_version_that_the_server_refuses_is_taken_by_another_server(
+    engine: VllmEngine, policy: Policy, weights: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+):
+    def without_weights(directory: Path) -> None:
+        policy.save(directory)
+        (directory / "model.safetensors").unlink()
+        monkeypatch.undo()
+
+    version = engine.version + 1
+    set_weights(policy, weights[version % 3])
+    engine.submit(PROMPT, requests(4, max_new_tokens=100))
+    under_way(engine, 4, 10)
+    monkeypatch.setattr(engine, "_write_weights", without_weights)
+    engine.weights_changed(version)
+    assert f"version {version} was not taken" in engine.notes.pop()
+    assert len(finished(engine)) == 4
+    engine.submit(PROMPT, requests(2))
+    for generation in finished(engine):
+        assert {span.version for span in generation.spans} == {version}
+        assert np.abs(logprobs(policy, generation) - generation.logprobs).max() < 1e-5
+
+
+def test_a_server_that_hangs_is_replaced(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, endless: None):
+    monkeypatch.setattr("headrace.rollout.engine_vllm.HUNG_S", 5.0)
+    old = server_processes()
+    engine.submit(PROMPT, requests(4, max_new_tokens=400))
+    under_way(engine, 4, 20)
+    os.kill(old[1].pid, signal.SIGSTOP)
+    assert [len(generation.token_ids) for generation in finished(engine)] == [400] * 4
+    assert "there was no token for 5 s" in engine.notes.pop()
+    assert not any(process.is_running() for process in old)
+
+
 def test_a_server_that_cannot_start_is_told_with_its_last_lines(policy: Policy, tmp_path: Path):
     script = tmp_path / "server.sh"
     script.write_text("#!/bin/sh\necho no such model\nexit 3\n")

@@ -45,10 +45,8 @@ LOOK_S, END_S = 0.05, 3.0
 MOST_LOSSES = 3  # of servers in a row that gave no answer
 OUTSIDE = -9000.0  # log-probs below: top-k, top-p or min-p left the token out
 GENERATE, ABORT, LABEL = "/inference/v1/generate", "/inference/v1/abort_requests", "/update_weight_version"
-ID = "generate-tokens-"  # begins what the server calls a request
 # Runs beside the server, and away from this process: once that lets go of the pipe, however it ends, nothing is left.
 GUARD = 'exec 3<&0; (cat <&3; kill -9 -- "-$0"; rm -rf "$1") >/dev/null 2>&1 &'
-HOST_MEMORY = Path("/dev/shm")
 ALL = 2**62
 FINISH = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
@@ -73,7 +71,7 @@ class Server:
     """One server process group. Its directory has the model that it loads, its socket and its log."""
 
     def __init__(self, command: str, flags: str, write: Callable[[Path], None], on_gpu: bool, version: int) -> None:
-        memory = HOST_MEMORY if HOST_MEMORY.is_dir() else None
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.directory = Path(tempfile.mkdtemp(prefix="headrace-vllm-", dir=memory))
         self._socket, self._log = str(self.directory / "socket"), self.directory / "log"
         write(self.directory)
@@ -99,13 +97,13 @@ class Server:
         guard = ["sh", "-c", GUARD, str(self._process.pid), str(self.directory)]
         subprocess.run(guard, stdin=theirs, start_new_session=True, check=True)
         os.close(theirs)
-        self._version, self._is_up, self._starting = version, False, threading.Lock()
+        self._version, self.is_up, self._starting = version, False, threading.Lock()
 
     def wait_ready(self) -> None:
         """Raises if the server does not come up, or cannot be used."""
         end_s = time.monotonic() + START_S
         with self._starting:
-            while not self._is_up:
+            while not self.is_up:
                 if self._process.poll() is not None or time.monotonic() > end_s:
                     told = "the server of rollout.command did not come up; its last lines:"
                     raise ConfigError(f"{told}\n{self.last_lines()}")
@@ -115,7 +113,7 @@ class Server:
                     if tuple(map(int, version.split(".")[:2])) < LEAST_VERSION:
                         raise ConfigError(f"vLLM {version} does not tell which weights sampled a token; 0.32 does")
                     self._ask("POST", LABEL, {"new_version": str(self._version)})
-                    self._is_up = True
+                    self.is_up = True
 
     def last_lines(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
@@ -240,7 +238,9 @@ class VllmEngine:
                 self._moved_s = time.monotonic()
                 event()
                 event = self._events.get_nowait()
-        if self._asked and time.monotonic() - self._moved_s > HUNG_S:
+        if not (self._asked and self._server.is_up):
+            self._moved_s = time.monotonic()
+        if time.monotonic() - self._moved_s > HUNG_S:
             self._replace_server(f"there was no token for {HUNG_S:g} s")
         finished, self._finished = self._finished, []
         return finished
@@ -336,7 +336,7 @@ class VllmEngine:
                 if choice.get("finish_reason"):
                     return
                 if asked.aborted:  # perhaps before the server knew the request
-                    self._server.post(ABORT, {"request_ids": [ID + asked.sent]})
+                    self._server.post(ABORT, {"request_ids": [f"generate-tokens-{asked.sent}"]})
             raise ServerLostError("an answer broke off")
         except Exception as why:
             self._events.put(partial(self._fail, asked, why))
@@ -379,7 +379,7 @@ class VllmEngine:
         for asked in ended:
             asked.aborted = True
         with suppress(*LOST):  # `_follow` finds that out
-            self._server.post(ABORT, {"request_ids": [ID + asked.sent for asked in ended]})
+            self._server.post(ABORT, {"request_ids": [f"generate-tokens-{asked.sent}" for asked in ended]})
 
     def _fail(self, asked: _Asked, why: Exception) -> None:
         if self._asked.get(asked.row.request.id) is asked:
