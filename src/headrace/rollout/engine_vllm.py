@@ -46,7 +46,7 @@ MOST_LOSSES = 3  # of servers in a row that gave no answer
 OUTSIDE = -9000.0  # log-probs below: top-k, top-p or min-p left the token out
 GENERATE, ABORT, LABEL = "/inference/v1/generate", "/inference/v1/abort_requests", "/update_weight_version"
 # Runs beside the server, and away from this process: once that lets go of the pipe, however it ends, nothing is left.
-GUARD = 'exec 3<&0; (cat <&3; kill -9 -- "-$0"; rm -rf "$1") >/dev/null 2>&1 &'
+GUARD = 'exec 3<&0; (cat <&3; kill -s KILL -- "-$0"; rm -rf "$1") >/dev/null 2>&1 &'
 ALL = 2**62
 FINISH = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
