@@ -105,6 +105,15 @@ def logprobs(policy: Policy, generation: Generation, temperature: float = 0.7) -
     return logits.log_softmax(-1).gather(1, tokens[len(PROMPT) :, None])[:, 0].numpy()
 
 
+@torch.no_grad()
+def difference(engine: VllmEngine, policy: Policy) -> float:
+    """Of the log-prob of a fixed prompt's next token."""
+    token, logprob = engine.greedy(PROMPT) or (0, 0.0)
+    with policy.stock_attention():
+        expected = policy.model(torch.tensor(PROMPT[None]).long()).logits[0, -1].log_softmax(-1)
+    return abs(logprob - float(expected[token]))
+
+
 def test_log_probs_are_those_of_the_distribution_sampled_from(engine: VllmEngine, policy: Policy):
     before = engine.sampled_tokens
     engine.submit(PROMPT, requests(8, top_p=0.9))
@@ -138,15 +147,15 @@ def test_versions_are_exact_over_twenty_updates(
 ):
     engine.section = section(on_update=on_update)
     first = engine.version
-    engine.submit(PROMPT, requests(4, max_new_tokens=480))
-    under_way(engine, 4, 1)
+    engine.submit(PROMPT, requests(32, max_new_tokens=480))  # so many that they take longer than the updates
+    under_way(engine, 32, 1)
     found: list[Generation] = []
     for version in range(first + 1, first + 21):
         set_weights(policy, weights[version % 3])
         engine.weights_changed(version)
         found += engine.advance()
     found += finished(engine)
-    assert len(found) == 4
+    assert len(found) == 32
     assert max(len(generation.spans) for generation in found) >= 10
     for generation in found:
         versions = [span.version for span in generation.spans]
@@ -157,10 +166,7 @@ def test_versions_are_exact_over_twenty_updates(
             part = slice(span.start - len(PROMPT), span.end - len(PROMPT))
             assert np.abs(logprobs(policy, generation) - generation.logprobs)[part].max() < 1e-4
     set_weights(policy, weights[engine.version % 3])
-    (token, logprob) = engine.greedy(PROMPT) or (0, 0.0)
-    with policy.stock_attention(), torch.no_grad():
-        expected = policy.model(torch.tensor(PROMPT[None]).long()).logits[0, -1].log_softmax(-1)
-    assert logprob == pytest.approx(float(expected[token]), abs=1e-5)
+    assert difference(engine, policy) < 1e-5
 
 
 def test_an_abort_ends_exactly_the_answers_it_names(engine: VllmEngine, endless: None):
@@ -201,16 +207,15 @@ def test_answers_go_on_where_a_server_process_was_killed(
 def test_a_version_that_the_server_refuses_is_taken_by_another_server(
     engine: VllmEngine, policy: Policy, weights: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ):
-    def without_weights(directory: Path) -> None:
-        policy.save(directory)
-        (directory / "model.safetensors").unlink()
+    def damaged(directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes(b"nothing")
         monkeypatch.undo()
 
     version = engine.version + 1
     set_weights(policy, weights[version % 3])
     engine.submit(PROMPT, requests(4, max_new_tokens=100))
     under_way(engine, 4, 10)
-    monkeypatch.setattr(engine, "_write_weights", without_weights)
+    monkeypatch.setattr(engine, "_write_weights", damaged)
     engine.weights_changed(version)
     assert f"version {version} was not taken" in engine.notes.pop()
     assert len(finished(engine)) == 4
@@ -218,6 +223,27 @@ def test_a_version_that_the_server_refuses_is_taken_by_another_server(
     for generation in finished(engine):
         assert {span.version for span in generation.spans} == {version}
         assert np.abs(logprobs(policy, generation) - generation.logprobs).max() < 1e-5
+
+
+def test_the_canary_sees_a_version_without_some_tensors(
+    engine: VllmEngine, policy: Policy, weights: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM takes it: those tensors keep their old values."""
+    version = engine.version + 1
+    set_weights(policy, weights[version % 3])
+
+    def only_the_head(directory: Path) -> None:
+        write(directory)
+        (directory / "model.safetensors").unlink()
+
+    write = engine._write_weights
+    monkeypatch.setattr(engine, "_write_weights", only_the_head)
+    engine.weights_changed(version)
+    assert not engine.notes
+    assert difference(engine, policy) > 0.1
+    monkeypatch.undo()
+    engine.weights_changed(version)
+    assert difference(engine, policy) < 1e-5
 
 
 def test_a_server_that_hangs_is_replaced(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, endless: None):
