@@ -71,8 +71,7 @@ class Server:
     """One server process group. Its directory has the model that it loads, its socket and its log."""
 
     def __init__(self, command: str, flags: str, write: Callable[[Path], None], on_gpu: bool, version: int) -> None:
-        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self.directory = Path(tempfile.mkdtemp(prefix="headrace-vllm-", dir=memory))
+        self.directory = Path(tempfile.mkdtemp("-vllm", "headrace-", "/dev/shm" if os.path.isdir("/dev/shm") else None))
         self._socket, self._log = str(self.directory / "socket"), self.directory / "log"
         write(self.directory)
         words, ours = shlex.split(command), {"PYTHONPATH", "PYTHONHOME"}  # not of the server's environment
@@ -177,17 +176,18 @@ class VllmEngine:
 
     def __init__(self, policy: Policy, section: RolloutSection, max_context: int, clock: Callable[[], float]) -> None:
         if policy.routers.shape[0]:
-            told = "a mixture of experts: only the embedded engine tells the experts that it chose"
-            raise ConfigError(f"rollout.engine = 'vllm' and {told}")
+            raise ConfigError("rollout.engine = 'vllm' does not tell a mixture's experts; take the embedded engine")
         self.policy, self.section, self.version, self._clock = policy, section, 0, clock
         self.notes: list[str] = []  # for the user
         self.sampled_tokens = self._computed = self._prompted = 0
         on_gpu = policy.device.type == "cuda"
+        # on a CPU it fails where a request with a seed is prefilled in chunks
+        whole = f"--enforce-eager --no-enable-chunked-prefill --max-num-batched-tokens {max(8192, max_context)}"
         flags = (
             f"--served-model-name policy --dtype {str(policy.dtype).removeprefix('torch.')} "
             f"--max-model-len {max_context} --max-num-seqs {section.max_running} --stream-interval 16 "
             f"--logprobs-mode processed_logprobs --max-logprobs {MOST_TOP_K} --generation-config vllm "
-            f"--enable-scale-out --disable-uvicorn-access-log {'' if on_gpu else '--enforce-eager'}"
+            f"--enable-scale-out --disable-uvicorn-access-log {'' if on_gpu else whole}"
         )
         self._start_server = partial(Server, section.command, flags, self._write_weights, on_gpu)
         self._server = self._start_server(0)
