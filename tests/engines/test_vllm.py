@@ -205,15 +205,20 @@ def test_answers_go_on_where_a_server_process_was_killed(
 
 
 def test_a_version_that_the_server_refuses_is_taken_by_another_server(
-    engine: VllmEngine, policy: Policy, weights: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine,
+    policy: Policy,
+    weights: list[dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    endless: None,
 ):
     def damaged(directory: Path) -> None:
         (directory / "model.safetensors").write_bytes(b"nothing")
-        monkeypatch.undo()
+        monkeypatch.setattr(engine, "_write_weights", write)
 
+    write = engine._write_weights
     version = engine.version + 1
     set_weights(policy, weights[version % 3])
-    engine.submit(PROMPT, requests(4, max_new_tokens=100))
+    engine.submit(PROMPT, requests(4, max_new_tokens=400))
     under_way(engine, 4, 10)
     monkeypatch.setattr(engine, "_write_weights", damaged)
     engine.weights_changed(version)

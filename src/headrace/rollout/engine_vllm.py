@@ -233,11 +233,10 @@ class VllmEngine:
     def advance(self) -> list[Generation]:
         """Wait a moment for what the server says."""
         with suppress(queue.Empty):
-            event = self._events.get(timeout=LOOK_S)
-            while True:
-                self._moved_s = time.monotonic()
-                event()
-                event = self._events.get_nowait()
+            self._events.get(timeout=LOOK_S)()
+            self._moved_s = time.monotonic()
+            for _ in range(self._events.qsize()):  # no more: new weights may be waiting
+                self._events.get_nowait()()
         if not (self._asked and self._server.is_up):
             self._moved_s = time.monotonic()
         if time.monotonic() - self._moved_s > HUNG_S:
