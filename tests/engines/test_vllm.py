@@ -173,6 +173,7 @@ def test_an_abort_ends_exactly_the_answers_it_names(engine: VllmEngine, endless:
     several = requests(11, max_new_tokens=400)
     engine.submit(PROMPT, several)
     under_way(engine, 11, 1)
+    engine.abort({"of an answer that has ended"})
     engine.abort({several[1].id})
     found = {generation.id: generation for generation in finished(engine)}
     assert found[several[1].id].finish is FinishReason.ABORT

@@ -377,8 +377,9 @@ class VllmEngine:
         ended = [self._asked[id] for id in ids & self._asked.keys()]
         for asked in ended:
             asked.aborted = True
-        with suppress(*LOST):  # `_follow` finds that out
-            self._server.post(ABORT, {"request_ids": [f"generate-tokens-{asked.sent}" for asked in ended]})
+        if ended:  # an abort without names may end all
+            with suppress(*LOST):  # `_follow` finds that out
+                self._server.post(ABORT, {"request_ids": [f"generate-tokens-{asked.sent}" for asked in ended]})
 
     def _fail(self, asked: _Asked, why: Exception) -> None:
         if self._asked.get(asked.row.request.id) is asked:
