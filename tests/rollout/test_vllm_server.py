@@ -45,8 +45,14 @@ def test_a_server_that_ends_at_once_is_told_with_its_last_lines():
     with pytest.raises(ConfigError, match="did not come up; its last lines:\nno such model"):
         server.wait_ready()
     server.close()
-    with pytest.raises(ConfigError, match=r"rollout\.command: nowhere cannot be started: No such file"):
-        Server("nowhere", "", lambda directory: None, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("command", "why"), [("nowhere", "No such file"), ("", "Errno"), ("python 'x", "No closing quotation")]
+)
+def test_a_command_that_cannot_be_started_is_told(command: str, why: str):
+    with pytest.raises(ConfigError, match=rf"rollout\.command = '{command}' cannot be started: .*{why}"):
+        Server(command, "", lambda directory: None, False, 0)
 
 
 def test_what_training_could_not_repeat_is_refused():

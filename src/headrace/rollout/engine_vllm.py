@@ -74,24 +74,24 @@ class Server:
         self.directory = Path(tempfile.mkdtemp("-vllm", "headrace-", "/dev/shm" if os.path.isdir("/dev/shm") else None))
         self._socket, self._log = str(self.directory / "socket"), self.directory / "log"
         write(self.directory)
-        words, ours = shlex.split(command), {"PYTHONPATH", "PYTHONHOME"}  # not of the server's environment
-        env = {name: value for name, value in os.environ.items() if name not in ours}
-        env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        own = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}  # which are of ours
+        env = own | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
         if not on_gpu:
             env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"} | env
+        words = ["--model", str(self.directory), "--uds", self._socket, *flags.split()]
         with self._log.open("wb") as log:
             try:
                 self._process = subprocess.Popen(
-                    [*words, "--model", str(self.directory), "--uds", self._socket, *flags.split()],
+                    [*(shlex.split(command) or [""]), *words],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=env,
                     start_new_session=True,
                 )
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 shutil.rmtree(self.directory)
-                raise ConfigError(f"rollout.command: {words[0]} cannot be started: {error.strerror}") from error
+                raise ConfigError(f"rollout.command = '{command}' cannot be started: {error}") from error
         theirs, self._alive = os.pipe()
         guard = ["sh", "-c", GUARD, str(self._process.pid), str(self.directory)]
         subprocess.run(guard, stdin=theirs, start_new_session=True, check=True)
