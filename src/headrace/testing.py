@@ -19,7 +19,8 @@ from headrace.measured import PublishTimes
 from headrace.place.inline import InlineCluster
 from headrace.place.place import Place
 from headrace.policy.demo import character_tokenizer, write_random
-from headrace.types import Completion, FinishReason, IntArray, News, Order, Prompt, Score, Span, Ticket, Trajectory
+from headrace.roles import Judge, Sampler
+from headrace.types import Completion, FinishReason, IntArray, News, Order, Prompt, Score, Span, Trajectory
 
 Piece = tuple[Sequence[int], bool]
 """Token ids, and whether the policy sampled them; an environment's reply was not sampled."""
@@ -35,11 +36,11 @@ def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **shape: i
 
 
 @dataclass(eq=False)
-class ScriptedSampler:
+class ScriptedSampler(Sampler):
     """A `Sampler` without a model: `script(prompt, index)` gives an answer's pieces, in order.
 
     Sampled tokens have the log-prob `logprob` and the version last committed. Answers are complete
-    at once: nothing is ever under way.
+    at once: nothing is ever under way, cached or staged, so what acts on that does nothing.
     """
 
     script: Callable[[Prompt, int], Sequence[Piece]]
@@ -76,12 +77,6 @@ class ScriptedSampler:
         self._asked_under_way = False
         return News(sampled_tokens=self._sampled_tokens, begun=begun, finished=finished, under_way=under_way)
 
-    async def abort(self, serials: Sequence[int]) -> None:
-        """Nothing is ever under way."""
-
-    async def forget(self, sessions: Sequence[str]) -> None:
-        """It keeps no cache."""
-
     async def tell_under_way(self) -> None:
         self._asked_under_way = True
         self._news.set()
@@ -90,19 +85,10 @@ class ScriptedSampler:
         """None: there is no model to ask."""
         return None
 
-    def release_cache(self) -> None:
-        """There is none."""
-
-    async def stage(self, ticket: Ticket, timeout_s: float) -> None:
-        """There are no weights to fetch."""
-
     def commit(self, version: int) -> PublishTimes:
         """Stamp later answers with `version`."""
         self.version = version
         return PublishTimes()
-
-    async def abandon(self, version: int) -> None:
-        """There is nothing staged."""
 
     def _trajectory(self, order: Order, i: int, pieces: Sequence[Piece]) -> Trajectory:
         token_ids, spans = [*order.prompt.token_ids], []
@@ -125,7 +111,7 @@ class ScriptedSampler:
 
 
 @dataclass(eq=False)
-class ScriptedJudge:
+class ScriptedJudge(Judge[Completion]):
     """A `Judge` in this process: `script(completion)` gives a reward, or a `Score`."""
 
     script: Callable[[Completion], float | Score]
@@ -133,17 +119,11 @@ class ScriptedJudge:
     num_retried: int = field(default=0, init=False)
     num_workers_replaced: int = field(default=0, init=False)
 
-    async def start(self) -> None:
-        """Nothing has to be loaded."""
-
     async def run(self, completion: Completion) -> Score:
         """The script's verdict."""
         self.judged.append(completion)
         found = self.script(completion)
         return found if isinstance(found, Score) else Score(reward=float(found))
-
-    async def close(self) -> None:
-        """Nothing has to be ended."""
 
 
 def scripted_place(
