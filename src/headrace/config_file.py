@@ -22,6 +22,7 @@ NAME_CODE = ("prompts.source", "prompts.eval_source", "reward.function", "episod
 NAME_FILES = (*NAME_CODE, "model.path", "model.tokenizer")
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
+Given = tuple[Any, str]  # a value somebody wrote, and where
 SETTINGS: dict[str, FieldInfo] = {
     f"{section}.{key}": field for section, model in SECTIONS.items() for key, field in model.model_fields.items()
 }
@@ -36,20 +37,13 @@ class Explained(NamedTuple):
     doc: str
 
 
-class Given(NamedTuple):
-    """A value somebody wrote, and where."""
-
-    value: Any
-    place: str
-
-
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     """The settings of `path` (the defaults if None) with `overrides` on top."""
     given: dict[str, Given] = {}
     file_problems = [] if path is None else _read_file(Path(path), given)
     problems = file_problems + _read_overrides(overrides, given)
     for key in [key for key in given if key not in SETTINGS]:
-        problems.append(_unknown(key, given.pop(key).place))
+        problems.append(_unknown(key, given.pop(key)[1]))
     config, invalid = _validate(given, file_is_whole=not file_problems)
     problems += invalid
     if len(problems) > 1:
@@ -130,19 +124,27 @@ def values(config: Config) -> dict[str, str]:
 # Reading
 
 
-def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
+def read_toml(path: Path, kind: str = "file") -> dict[str, Any]:
     try:
-        leaves = list(_leaves(tomllib.loads(path.read_text(encoding="utf-8"))))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        if str(path) in SETTINGS:
-            return [f"there is no file {path}; to set {path} write {path}=VALUE"]
-        return [f"there is no file {path}"]
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        return [f"{path} is not valid TOML: {error}"]
+        raise ConfigError(f"there is no {kind} {path}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except (OSError, ValueError) as error:  # not UTF-8, or a path with a zero byte
         reason = "it is a directory" if os.path.isdir(path) else str(error)
-        return [f"cannot read {path}: {reason}"]
-    given.update({key: Given(_beside(path, key, value), str(path)) for key, value in leaves})
+        raise ConfigError(f"cannot read {path}: {reason}") from error
+
+
+def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
+    try:
+        leaves = list(_leaves(read_toml(path)))
+    except RecursionError as error:
+        return [f"{path} is not valid TOML: {error}"]
+    except ConfigError as error:
+        is_setting = str(path) in SETTINGS and not path.exists()
+        return [f"{error}; to set {path} write {path}=VALUE" if is_setting else str(error)]
+    given.update({key: (_beside(path, key, value), str(path)) for key, value in leaves})
     return []
 
 
@@ -176,7 +178,7 @@ def _read_overrides(overrides: Sequence[str], given: dict[str, Given]) -> list[s
             problems.append(f"{override!r} is not of the form section.key=value ({COMMAND_LINE})")
         else:
             wanted = SETTINGS[key].annotation if key in SETTINGS else None
-            given[key] = Given(_parse(text, wanted is str or get_origin(wanted) is Literal), COMMAND_LINE)
+            given[key] = _parse(text, wanted is str or get_origin(wanted) is Literal), COMMAND_LINE
     return problems
 
 

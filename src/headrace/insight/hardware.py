@@ -7,7 +7,6 @@ The devices are in hardware.toml, models in models.toml. What a program reaches 
 import json
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -16,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
+from headrace.config_file import read_toml
 from headrace.errors import ConfigError, ModelError
 
 
@@ -49,7 +49,7 @@ def read_hardware(path: Path | str | None = None) -> dict[str, Accelerator]:
     """The table with the changes and additions of a TOML file; without a file, the table."""
     table: dict[str, Accelerator] = {}
     for file in (BUILT_IN, path) if path is not None else (BUILT_IN,):
-        for name, entry in _tables(Path(file)).items():
+        for name, entry in read_toml(Path(file), "hardware file").items():
             if not isinstance(entry, dict):
                 outside = "stands outside of a device; write [H100] or another name above it"
                 raise ConfigError(f"{file}: {name} {outside}")
@@ -76,18 +76,6 @@ def _problem(error: ValidationError) -> str:
     key, one = next(iter(found.items()))
     whole = "whole " if Accelerator.model_fields[key].annotation is int else ""
     return f"{key} is {one['input']!r}; it must be a {whole}number above 0"
-
-
-def _tables(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no hardware file {path}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is a directory" if path.is_dir() else str(error)
-        raise ConfigError(f"cannot read {path}: {reason}") from error
 
 
 def _known_as(name: str, known: Mapping[str, Accelerator]) -> str | None:
@@ -138,7 +126,7 @@ class ModelShape:
 
 SHAPES = [
     ModelShape(name=name, **{"num_active_params": sizes["num_params"]} | sizes)
-    for name, sizes in _tables(Path(__file__).with_name("models.toml")).items()
+    for name, sizes in read_toml(Path(__file__).with_name("models.toml")).items()
 ]
 MOST_PARAMS = 1e15
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
