@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -170,11 +170,8 @@ def simulate(
         rollout_tokens_s=amount(rollout_tokens_s, "--rollout-tokens-s"),
         train_tokens_s=amount(train_tokens_s, "--train-tokens-s"),
         publish_s=seconds(publish, "--publish"),
-        straggler_share=straggler_share,
-        straggler_factor=straggler_factor,
-        worker_mtbf_s=seconds(mtbf, "--mtbf"),
-        repair_s=seconds(repair, "--repair"),
     )
+    mtbf_s, repair_s = seconds(mtbf, "--mtbf"), seconds(repair, "--repair")
     number, device = _gpus(gpus, "H100")
     layout = Layout(gpus=number, gpus_per_worker=gpus_per_worker, rollout_share=rollout_share, colocated=colocated)
     own = recipe.model.path
@@ -185,6 +182,8 @@ def simulate(
         shape, gpu = model_shape(model), find_device(device, read_hardware(hardware))
         typed = worked_out(typed, recipe, layout, shape, gpu)
     work, machine = scenario(recipe, typed, layout, run)
+    machine = replace(machine, straggler_share=straggler_share, straggler_factor=straggler_factor)
+    machine = replace(machine, worker_mtbf_s=mtbf_s or math.inf, repair_s=repair_s)
     found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
     told = simulation_report(work, machine, layout, found)
     _tell(told, simulation_json(work, machine, layout, found), as_json)

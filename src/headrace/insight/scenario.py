@@ -9,7 +9,6 @@ What the loop itself did between two steps is in it.
 """
 
 import heapq
-import math
 import re
 import sqlite3
 from dataclasses import asdict, dataclass, replace
@@ -269,10 +268,6 @@ class Typed:
     context_s: float = 0.0  # a token of a running row, in each decode step
     prefill_token_s: float = 0.0  # a token of a prompt, on a rollout worker
     publish_s: float = 0.0
-    straggler_share: float = 0.0  # of the rollout workers
-    straggler_factor: float = 1.0  # that those are slower by
-    worker_mtbf_s: float = 0.0  # mean time between failures of one rollout worker
-    repair_s: float = 0.0  # until it is back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,23 +311,18 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
                 "take them from a run's ledger, or --params 7B to work them out"
             )
     known = (BLANK if run is None else calibrate(run)).of(config)
-    work, one = known.workload, known.machine
-    if typed.mean_tokens:
-        work = replace(work, tokens=LogNormal(mean=typed.mean_tokens, cv=typed.cv))
-    if typed.prompt_tokens:
-        work = replace(work, prompt_tokens=typed.prompt_tokens)
-    if typed.environment_s:
-        work = replace(work, environment_s=typed.environment_s)
-    if typed.reward_p95_s or typed.reward_s:
-        work = replace(work, reward_s=LogNormal.of_p95(typed.reward_s, typed.reward_p95_s))
-    one = with_speeds(one, typed).times(1 / learner, "train_token_s", "reference_token_s")
+    work, scored = known.workload, typed.reward_p95_s or typed.reward_s
+    work = replace(
+        work,
+        tokens=LogNormal(mean=typed.mean_tokens, cv=typed.cv) if typed.mean_tokens else work.tokens,
+        prompt_tokens=typed.prompt_tokens or work.prompt_tokens,
+        environment_s=typed.environment_s or work.environment_s,
+        reward_s=LogNormal.of_p95(typed.reward_s, typed.reward_p95_s) if scored else work.reward_s,
+    )
+    one = with_speeds(known.machine, typed).times(1 / learner, "train_token_s", "reference_token_s")
     return work, replace(
         one,
         publish_s=typed.publish_s or one.publish_s,
-        straggler_share=typed.straggler_share,
-        straggler_factor=typed.straggler_factor,
-        worker_mtbf_s=typed.worker_mtbf_s or math.inf,
-        repair_s=typed.repair_s,
         rollout_workers=layout.rollout_workers,
         pass_tokens=one.pass_tokens * learner,
         colocated=layout.turns,

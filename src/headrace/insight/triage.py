@@ -279,8 +279,7 @@ def _moves(known: Calibration, config: Config, now: Simulated) -> Iterator[Move]
         changed = config
         for key, value in (setting.split("=") for setting in settings):
             name, field = key.split(".")
-            section = getattr(changed, name).model_copy(update={field: int(value)})
-            changed = changed.model_copy(update={name: section})
+            changed = changed.but(**{name: {field: int(value)}})
         yield move(text, settings, known.of(changed))
     for side, names in (("rollout", ENGINE_SECONDS[:2]), ("train", LEARNER_SECONDS)):
         faster = replace(known, machine=known.machine.times(0.5, *names))
