@@ -75,12 +75,12 @@ def test_only_new_rows_are_read_again(grow: Callable[..., Path], monkeypatch: py
     run = grow(50)
     seen = read_series(run, Series())
     asked: list[int] = []
-    original = RowColumns.read
-    monkeypatch.setattr(
-        module.RowColumns,
-        "read",
-        lambda c, *, after_step, strict: asked.append(after_step) or original(c, after_step=after_step, strict=strict),
-    )
+
+    def read(connection: sqlite3.Connection, *, after_step: int, strict: bool) -> RowColumns:
+        asked.append(after_step)
+        return RowColumns(connection, after_step=after_step, strict=strict)
+
+    monkeypatch.setattr(module, "RowColumns", read)
     assert read_series(grow(1), seen).last_step == 51
     assert asked == [50]
 

@@ -21,7 +21,6 @@ from headrace.ledger.database import FILE_NAME
 from headrace.ledger.ledger import Books, Ledger
 from headrace.measured import ROW_METRICS, STAGES
 from headrace.runs import show
-from headrace.runs.audit import books
 from headrace.runs.columns import Ints, Numbers, RowColumns, mean, one, query, read_spans, reading, union
 from headrace.runs.facts import UnknownNameError
 from headrace.runs.report import count, or_dash
@@ -120,7 +119,7 @@ def read_series(run_dir: Path, before: Series) -> Series:
             before = Series(created=created)
         if last_step == before.last_step:
             return before
-        rows = RowColumns.read(connection, after_step=before.last_step, strict=False)
+        rows = RowColumns(connection, after_step=before.last_step, strict=False)
         new = {name: rows.column(name) for name in _COLUMNS if name not in _DERIVED}
         new |= {name: new["reward_mean"] + sign * new["reward_std"] for name, sign in _DERIVED.items()}
         return Series(
@@ -176,8 +175,8 @@ class Tally:
 
 
 def read_accounts(run_dir: Path) -> Books:
-    with looking_into(run_dir):
-        return books(run_dir)
+    with looking_into(run_dir) as connection:
+        return Ledger(connection, run_dir, None).totals()
 
 
 def read_elapsed_s(run_dir: Path) -> float:

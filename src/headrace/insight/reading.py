@@ -17,7 +17,7 @@ import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from headrace.config import Config
 from headrace.errors import RunError
 from headrace.ledger.files import run_config
 from headrace.ledger.journal import Restart
-from headrace.ledger.ledger import Books
+from headrace.ledger.ledger import Books, Ledger
 from headrace.measured import ROW_METRICS, STAGES, STALL, StageTimes
 from headrace.runs import columns as tables
 from headrace.runs.columns import Columns, Numbers, RowColumns, reading
@@ -127,7 +127,7 @@ class Reading:
             after = after_step if last_step > after_step else 0
             if last_steps is not None:
                 after = max(after, last_step - last_steps)
-            rows = RowColumns.read(connection, after_step=after)
+            rows = RowColumns(connection, after_step=after)
             times = tables.read_steps(connection, rows)
             since_s = float(times["start_s"][0]) if len(times) and after else 0.0
             found = tables.read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
@@ -199,11 +199,8 @@ def metrics_text(run_dir: Path) -> str:
     """The exposition of a run, also while it goes on; what it has not measured yet is left out."""
     facts = read_run(run_dir).readable()
     with reading(run_dir) as connection:
-        rows = RowColumns.read(connection)
-        accounts = connection.execute("SELECT name, tokens, trajectories FROM accounts")
-        books = Books.of({name: (tokens, trajectories) for name, tokens, trajectories in accounts})
-        sums = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0), COALESCE(SUM(lost_tokens), 0) FROM restarts"
-        restarts = connection.execute(sums).fetchone()
+        rows, ledger = RowColumns(connection), Ledger(connection, run_dir, None)
+        books, restarts = ledger.totals(), ledger.restarts()
     found: dict[str, str] = {}
     for family in _families(facts, books, rows, restarts):
         found.setdefault(family[0], family_text(*family))  # accounts know totals better than rows
@@ -220,7 +217,7 @@ def family_text(name: str, help: str, samples: float | Mapping[Labels, float]) -
     return text
 
 
-def _families(facts: RunFacts, books: Books, rows: RowColumns, restarts: tuple[int, int, int]) -> Iterator[Family]:
+def _families(facts: RunFacts, books: Books, rows: RowColumns, restarts: list[Restart]) -> Iterator[Family]:
     run = {"run": facts.path.resolve().name, "state": str(facts.state), "version": __version__}
     yield "info", "The run, how it stands, and the version that tells it.", {tuple(run.items()): 1.0}
     yield "running", "Whether a process trains the run.", facts.state is RunState.RUNNING
@@ -253,9 +250,9 @@ def _families(facts: RunFacts, books: Books, rows: RowColumns, restarts: tuple[i
     if (recent_s := wall_s[-RATE_STEPS:].sum()) > 0:
         goodput = float(trained_tokens[-RATE_STEPS:].sum() / recent_s)
         yield "goodput_tokens_per_second", f"Trained tokens per second, last {RATE_STEPS} steps.", goodput
-    resumed, redone_steps, lost_tokens = restarts
-    yield "restarts_total", "Times the run was resumed.", resumed
-    yield "redone_steps_total", "Steps that restarts took again.", redone_steps
+    yield "restarts_total", "Times the run was resumed.", len(restarts)
+    yield "redone_steps_total", "Steps that restarts took again.", sum(r.redone_steps for r in restarts)
+    lost_tokens = sum(restart.lost_tokens for restart in restarts)
     yield "lost_tokens_total", "Tokens that were gone with a process that died.", lost_tokens
 
 
@@ -274,8 +271,9 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
     if path.is_dir():
         raise RunError(f"cannot write {path}: it is a directory; name a file with --out")
     with reading(run_dir) as connection:
-        spans = tables.read_spans(connection)
-        found = [*_stage_events(spans), *_run_events(connection, spans), *_account_events(connection)]
+        spans, restarts = tables.read_spans(connection), Ledger(connection, run_dir, None).restarts()
+        of_run = _run_events(connection, spans, restarts)
+        found = [*_stage_events(spans), *of_run, *_account_events(connection)]
     events = list(_numbered(sorted(found, key=lambda event: int(event["ts"]))))
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -328,16 +326,14 @@ def _stage_events(spans: Columns) -> Iterator[Event]:
         yield _event(stage, "X", start_s, args, cat=kind, dur=end_us - start_us, **track)
 
 
-def _run_events(connection: sqlite3.Connection, spans: Columns) -> Iterator[Event]:
+def _run_events(connection: sqlite3.Connection, spans: Columns, restarts: list[Restart]) -> Iterator[Event]:
     """Where versions were published and the run was resumed; every step, with lag, reward and goodput at its end."""
     published = spans[spans["stage"] == "publish"]
     for version, end_s in zip(published["version"], published["end_s"].tolist(), strict=True):
         yield _event(f"version {version:.0f}", "i", end_s, {"version": int(version)}, s="p")
-    names = [f.name for f in fields(Restart)]
-    for values in connection.execute(f"SELECT {', '.join(names)} FROM restarts ORDER BY at_s, number"):
-        restart = dict(zip(names, values, strict=True))
+    for restart in map(asdict, restarts):
         yield _event(f"restart {restart.pop('number')}", "i", restart.pop("at_s"), restart, s="g")
-    rows = RowColumns.read(connection)
+    rows = RowColumns(connection)
     for start_s, end_s, step, _ in tables.read_steps(connection, rows).tolist():
         at = step - int(rows.column("step")[0])
         row = {name: float(rows.column(name)[at]) for name in (*_STEP_NUMBERS, "lag_max", "wall_s")}

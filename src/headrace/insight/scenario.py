@@ -76,7 +76,7 @@ def calibrate(run_dir: Path) -> Calibration:
     """Read a run's ledger. The run needs a step that is complete."""
     config = run_config(run_dir)
     with reading(run_dir) as connection:
-        rows, spans = RowColumns.read(connection), tables.read_spans(connection)
+        rows, spans = RowColumns(connection), tables.read_spans(connection)
         found = tables.read_trajectories(connection)
         redone = tables.one(connection, "SELECT COALESCE(SUM(redone_steps), 0) FROM restarts")
         played = bool(config.episode.environment or config.episode.agent)

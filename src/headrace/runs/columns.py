@@ -10,7 +10,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,9 +58,8 @@ def query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
     cursor = connection.execute(sql, values)
     names = [name for name, *_ in cursor.description]
     columns = list(zip(*cursor, strict=True)) or [()] * len(names)
-    arrays = {name: _array(name, column) for name, column in zip(names, columns, strict=True)}
-    types = [(name, array.dtype) for name, array in arrays.items()]
-    return np.rec.fromarrays(arrays.values(), dtype=types)
+    arrays = [_array(*column) for column in zip(names, columns, strict=True)]
+    return np.rec.fromarrays(arrays, names=",".join(names))
 
 
 def read_spans(
@@ -92,15 +91,12 @@ def read_trajectories(connection: sqlite3.Connection, *, since_s: float = 0.0, n
 
 
 class RowColumns:
-    """The rows of consecutive steps by column. `damaged` marks those that cannot be read."""
+    """The rows of consecutive steps by column. `damaged` marks those that cannot be read.
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], damaged: BoolArray) -> None:
-        self._rows, self.damaged = rows, damaged
-        self._columns: dict[str, Numbers] = {}
+    Such a row is an error if `strict`, else only its columns of the table are known.
+    """
 
-    @classmethod
-    def read(cls, connection: sqlite3.Connection, *, after_step: int = 0, strict: bool = True) -> Self:
-        """A damaged row is an error if `strict`, else only its columns of the table are known."""
+    def __init__(self, connection: sqlite3.Connection, *, after_step: int = 0, strict: bool = True) -> None:
         names = _ROW.split(", ")[:-1]
         sql = f"SELECT {_ROW} FROM rows WHERE step > ? ORDER BY step"
         found = connection.execute(sql, (after_step,)).fetchall()
@@ -108,12 +104,13 @@ class RowColumns:
             parsed = json.loads(f"[{','.join(data for *_, data in found)}]")
         except (ValueError, TypeError):
             parsed = [_parsed(data) for *_, data in found]
-        damaged = np.array([not _is_row(row) for row in parsed], np.bool_)
-        for i in np.flatnonzero(damaged):
+        self.damaged: BoolArray = np.array([not _is_row(row) for row in parsed], np.bool_)
+        for i in np.flatnonzero(self.damaged):
+            if strict:
+                raise RunError(f"the ledger's rows are damaged: step {found[i][0]} cannot be read")
             parsed[i] = dict(zip(names, found[i], strict=False))
-        if strict and damaged.any():
-            raise RunError(f"the ledger's rows are damaged: step {found[int(np.argmax(damaged))][0]} cannot be read")
-        return cls(parsed, damaged)
+        self._rows: Sequence[Mapping[str, Any]] = parsed
+        self._columns: dict[str, Numbers] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
