@@ -56,7 +56,6 @@ class ScriptedSampler(Sampler):
     _asked_under_way: bool = field(default=False, init=False)
 
     async def take(self, orders: Sequence[Order]) -> None:
-        """Answer at once."""
         for order in orders:
             self.orders.append(order)
             for i, index in enumerate(order.indices):
@@ -68,7 +67,6 @@ class ScriptedSampler(Sampler):
         self._news.set()
 
     async def news(self) -> News:
-        """What was answered since the last call."""
         await self._news.wait()
         self._news.clear()
         begun, self._begun = tuple(self._begun), []
@@ -86,7 +84,6 @@ class ScriptedSampler(Sampler):
         return None
 
     def commit(self, version: int) -> PublishTimes:
-        """Stamp later answers with `version`."""
         self.version = version
         return PublishTimes()
 
@@ -120,7 +117,6 @@ class ScriptedJudge(Judge[Completion]):
     num_workers_replaced: int = field(default=0, init=False)
 
     async def run(self, completion: Completion) -> Score:
-        """The script's verdict."""
         self.judged.append(completion)
         found = self.script(completion)
         return found if isinstance(found, Score) else Score(reward=float(found))
