@@ -68,8 +68,7 @@ Known = dict[Path, tuple[tuple[int, ...], RunFacts]]
 def read_runs(directory: Path, known: Known | None = None) -> list[RunFacts]:
     """`directory` itself, if it is a run, and the runs right below it; the newest first.
 
-    Of the runs in `known` only those whose files changed are read again; what is read is added to
-    it.
+    Of the runs in `known` only those whose files changed are read again; it keeps what is read.
     """
     if not directory.is_dir():
         raise RunError(f"there is no directory {directory}; name the one that your runs are in")
@@ -80,15 +79,12 @@ def read_runs(directory: Path, known: Known | None = None) -> list[RunFacts]:
     if not found:
         raise RunError(f"there is no run in {directory}; `headrace train` makes one, by default in runs/")
     known = {} if known is None else known
-    return sorted((_latest(path, known) for path in found), key=lambda facts: facts.written, reverse=True)
-
-
-def _latest(run_dir: Path, known: Known) -> RunFacts:
-    state = (int(is_claimed(run_dir)), *(_changed_ns(run_dir / name) for name in (*_WRITTEN, CHECKPOINTS)))
-    before = known.get(run_dir)
-    if before is None or before[0] != state or before[1].state is RunState.UNREADABLE:
-        known[run_dir] = (state, read_run(run_dir))
-    return known[run_dir][1]
+    for path in found:
+        state = (int(is_claimed(path)), *(_changed_ns(path / name) for name in (*_WRITTEN, CHECKPOINTS)))
+        before = known.get(path)
+        if before is None or before[0] != state or before[1].state is RunState.UNREADABLE:
+            known[path] = (state, read_run(path))
+    return sorted((known[path][1] for path in found), key=lambda facts: facts.written, reverse=True)
 
 
 def read_run(run_dir: Path) -> RunFacts:
