@@ -180,8 +180,7 @@ def _show_trajectory(paper: Paper, run_dir: Path, id: str) -> None:
         return
     given = shown.prompt_ids(found.whole)
     prompt = texts.text(given) if texts else f"token ids {given}"
-    written = {"prompt": prompt} | shown.said(found.whole) | shown.verdict_texts(found.whole)
-    for title, text in written.items():
+    for title, text in {"prompt": prompt, **shown.said(found.whole)}.items():
         paper.section(title)
         paper.indented(Text(printable(text), overflow="fold"))
     paper.section("tokens", "" if texts else "as ids: the run's tokenizer cannot be read")

@@ -284,7 +284,7 @@ def _answer(read: Answer, start: int, here: Any) -> None:
         with page.card("Answer"):
             page.message(show.why_no_tokens(found))
         return
-    for title, text in [*show.said(found.whole).items(), *show.verdict_texts(found.whole).items()]:
+    for title, text in show.said(found.whole).items():
         with page.card(CARDS.get(title, title.capitalize())):
             ui.label(printable(text)).classes("written")
     num_tokens = len(found.whole.token_ids)

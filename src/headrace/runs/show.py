@@ -304,10 +304,8 @@ def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
 
 
 def said(whole: Trajectory) -> dict[str, str]:
-    """What the policy wrote, by title; of an episode turn by turn, each with the reply to it."""
-    if not whole.turns:
-        return {"answer": whole.text}
-    found = {}
+    """The answer, or each turn with the reply to it, and what the reward function said; by title."""
+    found = {} if whole.turns else {"answer": whole.text}
     for number, turn in enumerate(whole.turns, 1):
         versions = [str(s.version) for s in whole.spans if turn.start <= s.start < turn.end]
         about = [f"turn {number}", *([turn.agent] if turn.agent else []), f"version {' and '.join(versions)}"]
@@ -315,13 +313,8 @@ def said(whole: Trajectory) -> dict[str, str]:
         found[", ".join(about)] = turn.text
         if turn.replies:
             found[f"reply to turn {number}, after {turn.environment_s:.2f} s"] = "\n".join(turn.replies)
-    return found
-
-
-def verdict_texts(whole: Trajectory) -> dict[str, str]:
-    """What the reward function said besides the reward, by title."""
-    said = {"why there is no reward": whole.verdict_failure, "printed by the reward function": whole.verdict_output}
-    return {title: text for title, text in said.items() if text}
+    verdict = {"why there is no reward": whole.verdict_failure, "printed by the reward function": whole.verdict_output}
+    return found | {title: text for title, text in verdict.items() if text}
 
 
 def _fate(found: TrajectoryDetails) -> str:
