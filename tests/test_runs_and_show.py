@@ -22,7 +22,7 @@ from headrace.ledger.files import save_settings
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.runs.facts import RunState, read_run, read_runs
-from headrace.runs.show import DROP_WORDS, TokenTexts, newest_ids, read_trajectory
+from headrace.runs.show import DROP_WORDS, TokenTexts, newest_ids, read_trajectory, token_texts
 from headrace.testing import tiny_model
 from headrace.types import Attempt, DropReason, Span
 
@@ -270,9 +270,11 @@ def test_a_token_that_is_part_of_a_character_is_named():
 def test_a_tokenizer_that_cannot_be_read_is_passed_over(tmp_path: Path):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "tokenizer.json").write_text("{")
-    assert TokenTexts.find([tmp_path / "bad"]) is None
+    settings = [f"model.path={tmp_path / 'good'}", f"model.tokenizer={tmp_path / 'bad'}"]
+    save_settings(api.load_config(None, settings), tmp_path)  # there is no tokenizer in WEIGHTS, either
+    assert token_texts(tmp_path) is None
     tiny_model(tmp_path / "good")
-    texts = TokenTexts.find([tmp_path / "nowhere", tmp_path / "bad", tmp_path / "good"])
+    texts = token_texts(tmp_path)
     assert texts is not None
     assert texts.pieces([20, 3, 3, 1]) == ["1", " ", " ", "<eos>"]
 

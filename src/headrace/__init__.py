@@ -15,8 +15,6 @@ __all__ = [
     *("Done", "Observation", "UnavailableError", "Watcher", "evaluate_run", "export", "load_config", "resume"),
     *("sandbox", "serve_run", "train"),
 ]
-
-
 _HOMES = {"UnavailableError": "errors", "Done": "reward.environment", "Observation": "reward.environment"}
 
 

@@ -318,10 +318,9 @@ class _Candidate:
         if training_s + times.publish >= LEARNER_BUSY * run.step_s:
             return Bottleneck.LEARNER if training_s >= times.publish else Bottleneck.SYNC
         answer_s = self.question.lengths.cut_mean * self._full_step_s
-        longest_s = max(answer_s, self.question.reward_s, self.question.environment_s)
-        if longest_s == answer_s:
-            return Bottleneck.GENERATION
-        return Bottleneck.REWARD if longest_s == self.question.reward_s else Bottleneck.ENVIRONMENT
+        waits_s = {Bottleneck.GENERATION: answer_s, Bottleneck.REWARD: self.question.reward_s}
+        waits_s[Bottleneck.ENVIRONMENT] = self.question.environment_s
+        return max(waits_s, key=waits_s.__getitem__)
 
 
 def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:

@@ -6,7 +6,7 @@ import math
 import re
 import sqlite3
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -108,14 +108,6 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-
-    @classmethod
-    def find(cls, directories: Iterable[Path]) -> "TokenTexts | None":
-        """By the first of these directories whose tokenizer loads."""
-        for directory in directories:
-            with contextlib.suppress(Exception):  # the library raises nothing narrower
-                return cls(Tokenizer.from_file(str(directory / "tokenizer.json")))
-        return None
 
     def text(self, token_ids: Sequence[int]) -> str:
         """All of them together, end tokens and the like too."""
@@ -279,7 +271,10 @@ def token_texts(run_dir: Path) -> TokenTexts | None:
     model = run_config(run_dir).model
     began_with = run_dir / START if model.path in DEMOS else Path(model.path)
     own = [Path(model.tokenizer)] if model.tokenizer else []
-    return TokenTexts.find([run_dir / WEIGHTS, *own, began_with])
+    for directory in (run_dir / WEIGHTS, *own, began_with):
+        with contextlib.suppress(Exception):  # the library raises nothing narrower
+            return TokenTexts(Tokenizer.from_file(str(directory / "tokenizer.json")))
+    return None
 
 
 def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
