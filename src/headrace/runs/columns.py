@@ -59,7 +59,7 @@ def query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
     names = [name for name, *_ in cursor.description]
     columns = list(zip(*cursor, strict=True)) or [()] * len(names)
     arrays = [_array(*column) for column in zip(names, columns, strict=True)]
-    return np.rec.fromarrays(arrays, names=",".join(names))
+    return np.rec.fromarrays(arrays, names=names, formats=None)
 
 
 def read_spans(
