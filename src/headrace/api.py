@@ -305,13 +305,13 @@ async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -
         if not watchdog.hung and not place.ranks.lost:
             with _writing(run_dir / files.WEIGHTS):
                 await place.device.run(place.ranks.save, run_dir / files.WEIGHTS)
-        summary = _summary(loop, before, finished=False, stopped=stopped)
+        summary = _summary(loop, finished=False, stopped=stopped, **before, score_after=None)
     if loop.ending.asked:
         return summary
     if loop.ending.early:
         watcher.note(f"training ends here: {loop.ending.early}")
     watcher.phase("evaluation after")
-    return _summary(loop, before, finished=True, score_after=await _score(place))
+    return _summary(loop, finished=True, stopped="", **before, score_after=await _score(place))
 
 
 async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
@@ -357,18 +357,12 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _summary(
-    loop: Loop,
-    before: dict[str, float | None],
-    *,
-    finished: bool,
-    stopped: str = "",
-    score_after: float | None = None,
-) -> dict[str, Any]:
+def _summary(loop: Loop, **told: Any) -> dict[str, Any]:
     """Write `summary.json`, when the steps end and after the last evaluation; returns its content.
 
-    `stopped` is why an unfinished run trains no more. `wall_s` is the seconds of the whole command,
-    `loop_s` of the steps alone. `wall` is the bottleneck: the stage that was busy longest.
+    `told` is what the loop does not know; `stopped` is why an unfinished run trains no more.
+    `wall_s` is the seconds of the whole command, `loop_s` of the steps alone. `wall` is the
+    bottleneck: the stage that was busy longest.
     """
     stages, ending, run_dir = loop.stages, loop.ending, loop.stages.ledger.run_dir
     rows, books, counts = stages.ledger.rows(), stages.ledger.totals(), stages.pool.counts
@@ -377,10 +371,7 @@ def _summary(
     lags = sum(row.lag_mean * row.trained_tokens for row in rows)
     content = {
         "run_dir": str(run_dir),
-        "finished": finished,
-        "stopped": stopped,
-        **before,
-        "score_after": score_after,
+        **told,
         "wall_s": stages.clock.now(),
         "loop_s": loop_s,
         "steps": len(rows),
@@ -452,9 +443,8 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
     mismatch, prompts = place.ranks.mismatch, place.prompts.held_out
     found = await self_check(place.pool, mismatch, place.device, prompts, sampling_of(place.config))
     told = verdict(found, place.facts.dtype, exact=place.config.model.exact)
-    for text in (told, place.facts.unchecked):
-        if text:
-            watcher.note(text)
+    for text in filter(None, (told, place.facts.unchecked)):
+        watcher.note(text)
     return found.mean_abs
 
 
