@@ -7,6 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
@@ -162,10 +163,9 @@ class LiveRun:
 
     def wanted_lag(self) -> int | None:
         """`loop.max_lag` of the run; None where its settings cannot be read."""
-        try:
+        with suppress(RunError, ConfigError, OSError):
             return run_config(self.path).loop.max_lag
-        except (RunError, ConfigError, OSError):
-            return None
+        return None
 
 
 class Site:
@@ -179,11 +179,9 @@ class Site:
 
     def facts(self) -> list[RunFacts]:
         """All runs, the newest first; none is no error, as the first may be about to start."""
-        with self._reading:
-            try:
-                return read_runs(self.root, self._known)
-            except RunError:
-                return []
+        with self._reading, suppress(RunError):
+            return read_runs(self.root, self._known)
+        return []
 
     @property
     def is_one_run(self) -> bool:
@@ -286,7 +284,6 @@ def serve(root: Path, *, host: str, port: int, dollars_per_hour: float | None) -
 
 
 def is_local(host: str) -> bool:
-    try:
+    with suppress(ValueError):
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return False
