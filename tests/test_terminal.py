@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def terminal(width: int = 80, *, force_terminal: bool = False, encoding: str = "
 
 
 def show_a_run(shown: LiveDisplay) -> None:
-    with shown:
+    with closing(shown):
         shown.header(load_config(None, ['rollout.stop=["[b]"]', "loop.max_lag=1"]), "runs/x", {"device": "cpu"})
         shown.phase("warm start")
         for done in range(1, 41):
@@ -140,7 +141,7 @@ def test_live_display_in_a_terminal():
 def test_cursor_comes_back_after_an_error():
     shown, text = terminal(force_terminal=True)
     shown.row(make_row(1))
-    with pytest.raises(ZeroDivisionError), shown:
+    with pytest.raises(ZeroDivisionError), closing(shown):
         _ = 1 / 0
     assert text().rindex("\x1b[?25h") > text().rindex("\x1b[?25l")
 

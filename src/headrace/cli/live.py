@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from string import Template
@@ -54,8 +54,8 @@ class _ProgressLine(Progress):
             yield Text(facts, style="bold")
 
 
-class LiveDisplay(Watcher, AbstractContextManager["LiveDisplay"]):
-    """Shows one training run. A context manager, so that the cursor comes back whatever happens."""
+class LiveDisplay(Watcher):
+    """Shows one training run. Close it, so that the cursor comes back whatever happens."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.paper = Paper(console)
@@ -67,9 +67,6 @@ class LiveDisplay(Watcher, AbstractContextManager["LiveDisplay"]):
         self._config = Config()
         self._bar: _ProgressLine | None = None
         self._quarter = 0
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the bar of the present phase; its last state stays on the screen."""

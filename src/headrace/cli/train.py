@@ -3,7 +3,7 @@
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -48,7 +48,7 @@ def resume(run: RunDir, changes: Overrides = None, quiet: Quiet = False) -> None
 def _display(quiet: bool) -> Iterator[LiveDisplay]:
     """What shows a run. Ctrl-C outside of training, in the warm start say, ends it without a summary."""
     prepare_process()
-    with LiveDisplay(Console(quiet=quiet)) as display:
+    with closing(LiveDisplay(Console(quiet=quiet))) as display:
         try:
             yield display
         except KeyboardInterrupt:
