@@ -64,8 +64,7 @@ def resume(
 ) -> dict[str, Any]:
     """Go on with a run that was interrupted or died; returns the content of its `summary.json`.
 
-    With `overrides` such as "loop.steps=200" a run goes on with other settings, also a finished
-    one; the ledger books the change.
+    `overrides` such as "loop.steps=200" change settings, even of a finished run; it is booked.
     """
     run_dir = Path(run_dir)
     config = rooted(files.run_config(run_dir, overrides))

@@ -1,4 +1,4 @@
-"""What was measured: records of seconds, counts and statistics (frozen, no torch), and the run's clock.
+"""What was measured: seconds, counts and statistics as frozen records (no torch); the run's clock.
 
 `Row` is the ledger's one line of numbers per step. Each number is declared once, here: ledger,
 sinks, `/metrics` and the page's curves follow from it.
@@ -317,8 +317,7 @@ class StageClock:
     def running(self) -> list[StageSpan]:
         """Unfinished spans, as if they ended now, for the next row.
 
-        Call it before `drain`: a span that ends in between is then in both and counts once, instead
-        of in neither.
+        Call it before `drain`: a span that ends in between is in both and counts once, not in neither.
         """
         with self._lock:
             now_s = self.now()

@@ -2,8 +2,7 @@
 
 The code's processes are in namespaces of their own, without rights. They see no network, no other
 process and no file but the system's programs and Python's (read-only) and a directory in memory.
-Limits hold for time, memory, processes, disk and output. What the code does is at worst a named
-failure.
+Limits hold for time, memory, processes, disk and output. The worst it can do is a named failure.
 """
 
 from __future__ import annotations
@@ -201,8 +200,7 @@ def enclosed(
 
     Start it with an empty environment and in a session of its own: killing that process group ends
     everything inside. `limits` are those of prlimit. `hidden` directories are empty inside,
-    whatever `read_only` shows. If `argv` was started, the first of the files says in the end how it
-    ended.
+    whatever `read_only` shows. If `argv` was started, the first of the files says how it ended.
     """
     check_system()
     python = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))]
@@ -345,7 +343,7 @@ def _excess(pid: int, deadline: float, most_kb: int, cancelled: threading.Event)
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """All processes of a sandbox: one whose parent has ended belongs to the sandbox's first process."""
+    """All processes of a sandbox: one whose parent has ended belongs to its first process."""
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():

@@ -114,8 +114,7 @@ def prepare_process() -> None:
 def settings_from(words: list[str] | None) -> Config:
     """Settings from a file, if the first word is one, and overrides.
 
-    Without a file they start from the demo's; where the prompts are the user's own, from the
-    defaults.
+    Without a file they start from the demo's, or from the defaults if the prompts are the user's.
     """
     words = list(words or [])
     if words and "=" not in words[0]:

@@ -1,4 +1,4 @@
-"""The commands that train, and those that take a run further: eval, export, scale; and the settings."""
+"""The commands that train, and that take a run further: eval, export, scale; and the settings."""
 
 import secrets
 import sys

@@ -1,4 +1,4 @@
-"""What pages are made of: the frame, cards, tables, reports, charts, and panels that follow the ledger.
+"""What pages are made of: frame, cards, tables, reports, charts, and panels that follow the ledger.
 
 Texts are given to NiceGUI's own elements, which escape them: a policy may write anything.
 """
@@ -92,8 +92,7 @@ def choice(options: Any, value: Any, label: str, on_change: Callable[..., Any] |
 class Panel:
     """Something on the page that is read again and again. If it cannot be read, it says why.
 
-    `read` runs in a thread; `show` puts what it found on the page. Without anything, `box` is
-    hidden.
+    `read` runs in a thread; `show` puts what it found on the page. Without it, `box` is hidden.
     """
 
     def __init__(self, read: Callable[[], Any], show: Callable[[Any], None], box: Any = None) -> None:
@@ -180,7 +179,7 @@ def numbers(shown: Iterable[tuple[str, str, str]]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing(Table):
-    """A table on the page: where the first cell of each row leads, columns that are not for a phone."""
+    """A table on the page: where a row's first cell leads, columns that are not for a phone."""
 
     links: Sequence[str] = ()
     wide: Collection[int] = ()
@@ -275,7 +274,7 @@ def look_controls() -> Callable[[], Look]:
 
 
 def panel(read: Callable[[], Any], draw: Callable[[Any], None], meanwhile: str = "") -> Panel:
-    """What `draw` makes of what `read` found, made anew when that changes; before that, `meanwhile`."""
+    """What `draw` makes of what `read` found, anew when that changes; before that, `meanwhile`."""
     with ui.element("div").classes("bare") as box:
         ui.label(meanwhile)
 

@@ -127,8 +127,7 @@ class LiveRun:
     def triage(self) -> Triage | str:
         """What holds the run back, as of some recent step, or why that cannot be told yet.
 
-        If there are more steps by now, a newer one is begun in a thread of its own: nobody waits
-        for it.
+        If there are more steps by now, a newer one is begun in a thread that nobody waits for.
         """
         series = self.series()
         if not series.last_step:

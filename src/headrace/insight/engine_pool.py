@@ -85,7 +85,7 @@ class GroupPart:
     worker: "SimulatedEngine | None" = None  # None while it waits
 
 
-Running = tuple[float, int, GroupPart, int]  # the step at which it ends, a number, its part, its length
+Running = tuple[float, int, GroupPart, int]  # the step at which it ends, a number, part, length
 
 
 @dataclass(slots=True, eq=False)
@@ -133,8 +133,7 @@ class EnginePool:
     """Starts parts in order, on the worker with the fewest rows, once it has room for a whole part.
 
     `on_begin(owner)` hears that a part has its rows, `on_end(owner, length)` of every answer that
-    is complete. `lost_tokens` are what failing workers had sampled of answers that are started
-    again.
+    is complete. `lost_tokens` are what failed workers had sampled: those answers start again.
     """
 
     def __init__(
@@ -151,7 +150,7 @@ class EnginePool:
         self.workers = [SimulatedEngine(i, by, by * machine.context_s) for i, by in enumerate(factors)]
         self.num_failures, self.lost_tokens = 0, 0.0
         self._waiting: deque[GroupPart] = deque()
-        self._events: list[tuple[float, int, int]] = []  # when, worker, stamp; void if not its newest
+        self._events: list[tuple[float, int, int]] = []  # when, worker, stamp; void if not newest
         self._by_load = [(0, i) for i in range(workers)]  # a heap; void where the rows are others now
         self._numbers = count()
         self._num_rows = 0

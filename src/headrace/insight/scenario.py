@@ -213,8 +213,7 @@ def training_speed(
 ) -> tuple[float, float, float]:
     """Seconds of the optimizer's part of a step, of a micro-batch, and of each token in it.
 
-    A span without tokens (NaN) is the optimizer's. A micro-batch takes about `like_pass_s`, where
-    the passes do not tell.
+    A span without tokens (NaN) is the optimizer's. Where passes do not tell, one takes `like_pass_s`.
     """
     batch = num_tokens > 0
     optimizer_s = float(seconds[np.isnan(num_tokens)].sum()) / num_steps
@@ -351,8 +350,7 @@ def speeds(roofline: Roofline, rows: int, prompt_tokens: float, mean_tokens: flo
     """What a device does with a model, by the datasheet: the same for `simulate` and `plan`.
 
     `context_s` counts the contexts of the rows, and the other decode times are without them. So a
-    full step half-way through its answers takes what the datasheet says, whether reading or
-    computing binds it.
+    full step half-way through its answers takes what the datasheet says, whatever binds it.
     """
 
     def decode_s(batch: int, context: float = 0.0) -> float:

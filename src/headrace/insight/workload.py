@@ -3,8 +3,7 @@
 Lengths of a policy's answers are close to log-normal, and long tails cost time: who waits for a
 whole group waits for the longest of K answers, who waits for a whole batch for the longest of B·K.
 The maximum of n log-normal lengths is computed from its definition, E[max] = ∫ (1 - F(x)^n) dx.
-(The closed form that is often quoted, mean·exp(s·√(2 ln n) - s²/2), is 1.2 to 1.65 times too long
-at the sizes in use.)
+(The often quoted mean·exp(s·√(2 ln n) - s²/2) is 1.2 to 1.65 times too long at the sizes in use.)
 """
 
 import math

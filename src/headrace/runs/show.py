@@ -299,7 +299,7 @@ def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
 
 
 def said(whole: Trajectory) -> dict[str, str]:
-    """The answer, or each turn with the reply to it, and what the reward function said; by title."""
+    """The answer, or each turn with the reply to it, and what the reward function said, by title."""
     found = {} if whole.turns else {"answer": whole.text}
     for number, turn in enumerate(whole.turns, 1):
         versions = [str(s.version) for s in whole.spans if turn.start <= s.start < turn.end]
