@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -24,8 +25,10 @@ def on_cuda(make_policy: Callable[..., Policy], architecture: str, dtype: torch.
     return Policy(cpu.model.to("cuda", dtype), cpu.tokenizer)
 
 
-def generate(policy: Policy, prompts: list[np.ndarray]) -> dict[str, Generation]:
+def generate(policy: Policy, prompts: list[np.ndarray], kept: list[object] | None = None) -> dict[str, Generation]:
     engine = Engine(policy, max_running=32, prefill_tokens=16, kv_tokens=10**5, on_update="keep")
+    if kept is not None:
+        kept.append(engine)
     for i, prompt in enumerate(prompts):
         sampling = Sampling(max_new_tokens=8 + 7 * i)
         engine.submit(prompt, [Request(id=f"{i}/{k}", sampling=sampling, seed=100 * i + k) for k in range(4)])
@@ -42,6 +45,21 @@ def recorded(policy: Policy, generations: dict[str, Generation]) -> torch.Tensor
     found = [g.replay.routes for g in generations.values() if g.replay is not None and g.replay.routes is not None]
     assert len(found) == len(generations)
     return policy.routers.to_device(np.concatenate(found), policy.device)
+
+
+def test_an_engine_that_nobody_uses_may_be_collected_while_another_records(make_policy: Callable[..., Policy]) -> None:
+    policy, prompts = on_cuda(make_policy, "Qwen3", torch.bfloat16), [np.arange(3, 12, dtype=np.int32)]
+    cycle: list[object] = []
+    expected = generate(policy, prompts, cycle)
+    cycle.append(cycle)  # with the engine: only the garbage collector frees it
+    del cycle
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        found = generate(policy, prompts)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert all(np.array_equal(found[id].token_ids, g.token_ids) for id, g in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ beyond are discarded.
 R rows of a graph (the n running ones, padded with rows that write to page 0), K steps of a burst.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -142,9 +143,14 @@ class PagedStore(PageTables):
         with torch.cuda.stream(side):
             self._advance(rows, segments)
         torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._advance(rows, segments)
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()  # freeing another engine's graphs meanwhile would break the recording
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                self._advance(rows, segments)
+        finally:
+            if collects:
+                gc.enable()
         self._pool = graph.pool()
         for x, value in zip(inputs, state, strict=True):
             x.copy_(value)
