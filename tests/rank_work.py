@@ -70,8 +70,9 @@ class Outcome:
     stats: list[StepStats]
 
 
-def load(directory: Path, *, exact: bool = False, dtype: str = "float32") -> Policy:
-    return load_policy(ModelSection(path=str(directory), device="cpu", exact=exact, dtype=dtype))  # type: ignore[arg-type]
+def load(directory: Path, sharding: Sharding | None = None, *, exact: bool = False, dtype: str = "float32") -> Policy:
+    section = ModelSection(path=str(directory), device="cpu", exact=exact, dtype=dtype)  # type: ignore[arg-type]
+    return load_policy(section, mesh=sharding and sharding.mesh)
 
 
 def learner_of(policy: Policy, section: LearnerSection, sharding: Sharding | None) -> Learner:
@@ -86,7 +87,7 @@ def take_steps(
     dtype: str = "float32",
 ) -> Outcome:
     """The steps as a loop takes them; a rank does its own part of each micro-batch."""
-    learner = learner_of(load(directory, dtype=dtype), section, sharding)
+    learner = learner_of(load(directory, sharding, dtype=dtype), section, sharding)
     stats = [take_step(learner, groups) for groups in steps]
     return Outcome({name: weight.clone() for name, weight in learner.weights(torch.float32)}, stats)
 

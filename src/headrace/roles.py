@@ -80,17 +80,14 @@ class Trainer(Protocol):
     async def alive(self) -> bool:
         """Answers even while the device waits for other ranks."""
 
-    def facts(self) -> PolicyFacts:
-        """About the policy."""
-
     def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
-        """Supervised steps, one batch of worked examples each, before `meet`; the losses."""
+        """Supervised steps, one batch of worked examples each, before the first real one; the losses."""
 
     def address(self) -> tuple[str, int]:
         """Host and port of the store at which the ranks meet; the rank that is asked serves it."""
 
-    def meet(self, host: str, port: int) -> None:
-        """Shard the weights among the ranks and make the optimizer."""
+    def meet(self, host: str, port: int) -> PolicyFacts:
+        """Load the policy, sharded among the ranks; facts about it."""
 
     def accumulate(self, items: Sequence[Item]) -> None:
         """Forward and backward over this rank's part of a micro-batch."""

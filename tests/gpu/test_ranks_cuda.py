@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +11,10 @@ import torch
 from hand_made import group_of, trajectory
 from torch.distributed import TCPStore
 
-from headrace.config import LearnerSection
+from headrace.config import LearnerSection, ModelSection
 from headrace.learner.learner import Learner, Sharding
 from headrace.learner.ranks import Intake
-from headrace.policy.policy import Policy
+from headrace.policy.policy import Policy, load_policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.rows import Request
 from headrace.types import Group, Sampling
@@ -50,11 +50,11 @@ def learner_of(policy: Policy, sharding: Sharding | None) -> Learner:
 
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
 def test_a_rank_takes_the_step_of_one_process(
-    make_policy: Callable[..., Policy], sharding: Sharding, architecture: str
+    make_policy: Callable[..., Policy], sharding: Sharding, architecture: str, tmp_path: Path
 ) -> None:
-    cpu = make_policy(architecture, **SHAPE)
-    model = cpu.model.to("cuda", torch.bfloat16)
-    policy, other = (Policy(copy.deepcopy(model), cpu.tokenizer) for _ in range(2))
+    make_policy(architecture, **SHAPE).save(tmp_path)
+    section = ModelSection(path=str(tmp_path), device="cuda", dtype="bfloat16")
+    policy, other = load_policy(section), load_policy(section, mesh=sharding.mesh)
     group = sampled(policy)
     stats, weights = [], []
     for learner in (learner_of(policy, None), learner_of(other, sharding)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,13 +14,16 @@ import pytest
 import torch
 from hand_made import group_of, trajectory
 from rank_work import Outcome, learner_of, load, on_ranks, take_step, take_steps
-from torch.profiler import ProfilerActivity, profile
 
-from headrace.config import LearnerSection, ModelSection
+from headrace.config import LearnerSection, ModelSection, WarmstartSection
+from headrace.errors import ModelError
 from headrace.learner.batch import pack, split
 from headrace.learner.learner import Sharding
+from headrace.learner.ranks import Intake
+from headrace.learner.supervised import WarmStart
 from headrace.policy.policy import Policy, load_policy
-from headrace.types import Group, Item, Replay
+from headrace.policy.shards import Shards
+from headrace.types import Example, Group, Item, Replay
 
 LR = 1e-3
 LORA = LearnerSection(lora_rank=4, lora_alpha=8.0)
@@ -154,20 +158,93 @@ def test_the_steps_of_one_rank_have_the_bits_of_one_process(saved: Callable[...,
     assert all(torch.equal(sharded.weights[name], weight) for name, weight in plain.weights.items())
 
 
-def num_reductions(sharding: Sharding, directory: Path, section: LearnerSection, groups: list[Group]) -> int:
-    learner = learner_of(load(directory), section, sharding)
-    with profile(activities=[ProfilerActivity.CPU]) as watched:
-        take_step(learner, groups)
-    return sum(event.count for event in watched.key_averages() if "post_backward_reduce" in event.key)
+def bytes_held(sharding: Sharding, directory: Path, groups: list[Group]) -> tuple[int, int]:
+    """Of all tensors that are alive between two passes of the second step, and of a whole model's weights."""
+    section = LearnerSection(micro_batch_tokens=16)
+    learner = learner_of(load(directory, sharding), section, sharding)
+    take_step(learner, groups)
+    intake = Intake(section, sharding.num_ranks)
+    for items in [*intake.add(groups[0]), *intake.rest()]:
+        learner.accumulate(split(items, sharding.num_ranks)[sharding.rank])
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    num_weights = sum(weight.numel() for _, weight in learner.weights(torch.float32))
+    return sum(storages.values()), 4 * num_weights
 
 
-def test_gradients_are_reduced_once_per_step(saved: Callable[..., Path]):
-    found = on_ranks(2, num_reductions, saved(), LearnerSection(micro_batch_tokens=16), make_steps()[0])
-    assert found == [3, 3]  # of two layers, and of the rest; the step took more passes than that
+def test_a_rank_holds_its_part_of_weights_gradients_and_moments(saved: Callable[..., Path]):
+    directory, groups = saved(hidden_size=256, intermediate_size=512, head_dim=64), make_steps()[0]
+    for held, weights in on_ranks(4, bytes_held, directory, groups):
+        assert held < 1.05 * 4 * weights / 4
+        assert held > 0.95 * 4 * weights / 4
+
+
+def first_weights(sharding: Sharding, directory: Path) -> Any:
+    """Of a policy that only the parts here were read for, and which of the two ways they came."""
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        plain = Shards.read
+        patch.setattr(Shards, "read", lambda shards, path: read.append(plain(shards, path)) or read[-1])
+        policy = load(directory, sharding)
+    learner = learner_of(policy, LearnerSection(), sharding)
+    buffers = {name: buffer.clone() for name, buffer in policy.model.named_buffers()}
+    return read, {name: weight.clone() for name, weight in learner.weights(torch.float32)} | buffers
+
+
+@pytest.mark.parametrize(("architecture", "is_read"), [("Qwen3", True), ("Starcoder2", True), ("Qwen3Moe", False)])
+def test_each_rank_loads_its_part_of_the_weights(saved: Callable[..., Path], architecture: str, is_read: bool):
+    directory = saved(architecture)
+    model = load(directory).model
+    expected = dict(model.named_parameters()) | dict(model.named_buffers())
+    for read, found in on_ranks(3, first_weights, directory):
+        assert read == [is_read]  # a mixture's experts have other names and shapes in files
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def refusal(sharding: Sharding, directory: Path) -> str:
+    with pytest.raises(ModelError) as refused:
+        load(directory, sharding)
+    return str(refused.value)
+
+
+def test_all_ranks_refuse_weights_that_are_not_numbers(make_policy: Maker, tmp_path: Path):
+    policy = make_policy()
+    weight = policy.model.get_parameter("model.layers.1.mlp.down_proj.weight")
+    weight.data[-1] = torch.nan  # in the part of the last rank
+    policy.save(tmp_path)
+    for told in on_ranks(2, refusal, tmp_path):
+        assert "1 of the weights of Qwen3ForCausalLM hold NaN or infinity, such as model.layers.1.mlp.down_proj" in told
+
+
+def warmed(sharding: Sharding | None, directory: Path, batches: list[list[Example]]) -> tuple[list[float], Any]:
+    policy = load(directory, sharding)
+    warming = WarmStart(policy, WarmstartSection(steps=20, lr=LR), sharding)
+    losses = [warming.step(batch) for batch in batches]
+    learner = learner_of(policy, LearnerSection(kl_coef=0.1), sharding)  # its reference: the weights of now
+    whole = {name: weight.clone() for name, weight in learner.weights(torch.float32)}
+    reference = learner.reference_tensors()
+    held = dict(policy.held())
+    same = all(torch.equal(getattr(t, "_local_tensor", t), held[name]) for name, t in reference.items())
+    return losses, (whole, same)
+
+
+def test_ranks_warm_up_together(saved: Callable[..., Path]):
+    rng = np.random.default_rng(5)
+    lengths = [[9, 4, 17], [6], [12, 5]]  # one example is too few for two ranks
+    batches = [[(rng.integers(3, 90, n).astype(np.int32), np.arange(n) > 2) for n in of] for of in lengths]
+    directory = saved()
+    losses, (expected, _) = warmed(None, directory, batches)
+    for found, (weights, same) in on_ranks(2, warmed, directory, batches):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert same
+        for name, weight in expected.items():
+            assert (weights[name] - weight).abs().max() < ROUNDING * LR, name
 
 
 def skip_and_go_on(sharding: Sharding, directory: Path, section: LearnerSection, steps: list[list[Group]]) -> Any:
-    learner = learner_of(load(directory), section, sharding)
+    learner = learner_of(load(directory, sharding), section, sharding)
     before = {name: weight.clone() for name, weight in learner.weights(torch.float32)}
     broken = [replace(g, trajectories=tuple(replace(t, reward=np.inf) for t in g.trajectories)) for g in steps[0]]
     skipped = take_step(learner, broken)
@@ -182,7 +259,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_all_ranks(saved: Callable[.
 
 def mismatches(sharding: Sharding | None, directory: Path, groups: list[Group]) -> Any:
     """Of each rank's own part, before and after a step."""
-    learner = learner_of(load(directory), LearnerSection(lr=LR, micro_batch_tokens=32), sharding)
+    learner = learner_of(load(directory, sharding), LearnerSection(lr=LR, micro_batch_tokens=32), sharding)
     answers = [t for group in groups for t in group.trajectories]
     if sharding is not None:
         answers = answers[sharding.rank :: sharding.num_ranks]
@@ -204,9 +281,7 @@ def test_ranks_measure_the_mismatch_of_all_their_parts(saved: Callable[..., Path
 
 def logprobs(sharding: Sharding | None, directory: Path, groups: list[Group]) -> list[Any]:
     """Of all answers, in company that differs from rank to rank."""
-    policy = load(directory, exact=True)
-    if sharding is not None:
-        policy.shard(sharding.mesh)
+    policy = load(directory, sharding, exact=True)
     items = [Item(trajectory=t, advantage=0.0) for group in groups for t in group.trajectories]
     first = 0 if sharding is None else sharding.rank
     order = [*items[first:], *items[:first]]
@@ -225,7 +300,7 @@ def test_exact_ranks_compute_the_bits_of_one_process(saved: Callable[..., Path])
 
 
 def half_precision(sharding: Sharding, directory: Path, section: LearnerSection, groups: list[Group]) -> Any:
-    learner = learner_of(load(directory, dtype="bfloat16"), section, sharding)
+    learner = learner_of(load(directory, sharding, dtype="bfloat16"), section, sharding)
     stats = take_step(learner, groups)
     masters = {name: tensor.full_tensor() for name, tensor in learner.tensors().items() if name.startswith("master.")}
     rounded = dict(learner.weights(torch.bfloat16))
@@ -258,7 +333,7 @@ def test_every_item_goes_to_one_rank_and_loads_are_even():
 
 def adapters_of(sharding: Sharding | None, directory: Path, section: LearnerSection, steps: list[list[Group]]) -> Any:
     """What is published of a learner that trains adapters, and its steps."""
-    policy = load_policy(ModelSection(path=str(directory), device="cpu"), LORA, seed=1)
+    policy = load_policy(ModelSection(path=str(directory), device="cpu"), LORA, 1, sharding and sharding.mesh)
     learner = learner_of(policy, section, sharding)
     stats = [take_step(learner, groups) for groups in steps]
     trained = {name: weight.clone() for name, weight in learner.weights(torch.float32, trained_only=True)}
@@ -279,7 +354,8 @@ def test_ranks_train_adapters_alone(saved: Callable[..., Path]):
 
 def save_whole(sharding: Sharding, directory: Path, groups: list[Group], lora: Any, into: Path) -> Any:
     section = LearnerSection(lr=LR)
-    learner = learner_of(load_policy(ModelSection(path=str(directory), device="cpu"), lora, seed=1), section, sharding)
+    policy = load_policy(ModelSection(path=str(directory), device="cpu"), lora, 1, sharding.mesh)
+    learner = learner_of(policy, section, sharding)
     take_step(learner, groups)
     weights = {name: weight.clone() for name, weight in learner.weights(torch.float32)}
     if sharding.rank == 0:

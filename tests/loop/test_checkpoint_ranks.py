@@ -15,9 +15,9 @@ from rank_work import Outcome, learner_of, load, on_ranks, take_step
 
 from headrace.config import LearnerSection
 from headrace.learner.learner import Learner, Sharding
-from headrace.learner.tensor_files import copies, read_tensors, write_tensors
 from headrace.loop.checkpoint import Checkpoint, Checkpoints
 from headrace.policy.policy import Policy
+from headrace.policy.tensor_files import copies, read_tensors, write_tensors
 from headrace.types import Group
 
 SECTION = LearnerSection(lr=1e-3, micro_batch_tokens=64)
@@ -38,7 +38,7 @@ def outcome(learner: Learner, *stats: Any) -> Outcome:
 
 def step_and_write(sharding: Sharding | None, model: Path, into: Path, spoil: int = -1) -> Outcome:
     """One step, a checkpoint of it that is written beside the next, and where that one leads."""
-    learner = learner_of(load(model), SECTION, sharding)
+    learner = learner_of(load(model, sharding), SECTION, sharding)
     take_step(learner, [group(0)])
     kept = copies(learner.tensors())
     if sharding is not None and sharding.rank == spoil:
@@ -51,7 +51,7 @@ def step_and_write(sharding: Sharding | None, model: Path, into: Path, spoil: in
 
 
 def load_and_step(sharding: Sharding | None, model: Path, checkpoint: Checkpoint) -> Outcome:
-    learner = learner_of(load(model), SECTION, sharding)
+    learner = learner_of(load(model, sharding), SECTION, sharding)
     read_tensors(checkpoint.tensors, learner.tensors())
     learner.loaded(checkpoint.version)
     return outcome(learner, take_step(learner, [group(1)]))

@@ -21,15 +21,15 @@ from tiny_runs import Workshop, rows_of, same_bits, select, weights, write_promp
 
 from headrace import api
 from headrace.errors import ModelError, RunError, StalledError
-from headrace.learner import tensor_files
 from headrace.learner.learner import Learner
-from headrace.learner.tensor_files import write_tensors
 from headrace.ledger import database
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.loop import SKIPPED_STEPS
 from headrace.measured import Row
+from headrace.policy import tensor_files
 from headrace.policy.policy import Policy
+from headrace.policy.tensor_files import write_tensors
 from headrace.rollout.engine import Engine
 from headrace.runs.audit import audit, books
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from chat_runs import ChatWorkshop
@@ -86,7 +87,7 @@ def test_without_a_rollout_worker_and_then_without_the_learner_the_run_goes_on(
         if row.step == 1:
             kill(place.pool.workers[0])
         else:
-            place.ranks.facts()
+            place.ranks.next_logprob(np.array([5]), 6)  # when they are done with what they were at
             kill(place.ranks.first)
 
     run = train(

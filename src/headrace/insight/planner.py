@@ -29,7 +29,6 @@ LAG_TO_WATCH = 4.0  # others saw training suffer from four to eight versions on
 FULL, LITTLE = 0.85, 0.1  # of a device's memory
 SYNC_TO_MIND = 0.1  # of a step: from there on it pays to send less
 LEARNER_BUSY = 0.9  # of a step: from there on the learner's side is what the others wait for
-GRADIENT_BYTES = 4  # of a weight: each rank of this system's learner holds all gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,7 +342,3 @@ def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:
         yield "activations are recomputed to fit into memory: a third more work for the learner"
     if (size := made.layout.tensor_parallel) > 1:
         yield f"Headrace's own engine runs on one device: an engine of {size} is not built yet"
-    gradients, sharded = GRADIENT_BYTES * question.model.num_params, made.layout.learner_devices > 1
-    if sharded and not question.adapter and gradients + trained > USABLE_SHARE * memory:
-        more = f"{gradients / 1e9:.0f} GB more than this bill says, and they do not fit"
-        yield f"each rank of Headrace's learner holds all gradients: {more}"

@@ -8,11 +8,9 @@ So the result does not depend on how the step was cut into micro-batches or amon
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +36,7 @@ if kernels.AVAILABLE or TYPE_CHECKING:
 
 
 class Learner:
-    """Trains `policy` in place; with a `sharding`, together with the other ranks."""
+    """Trains `policy` in place; with a `sharding`, over whose ranks it is sharded, together with the others."""
 
     def __init__(
         self,
@@ -55,19 +53,10 @@ class Learner:
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
         # over the step: sequences; loss, log-probs, clipped tokens, KL; those of the mismatch
         self._sums = torch.zeros(5 + NUM_SUMS, dtype=torch.float64)
-        self._reference: Policy | None = None
-        if section.kl_coef:
-            model = copy.deepcopy(policy.model).requires_grad_(False)
-            self._reference = Policy(model, policy.tokenizer, exact=policy.exact)
+        self._reference = policy.frozen_copy() if section.kl_coef else None
         if section.checkpoint_activations:
             policy.checkpoint_activations()
-        if sharding is None:
-            self._optimizer = Optimizer(policy.model.named_parameters(), section)
-            return
-        if self._reference is not None:
-            self._reference.shard(sharding.mesh)
-        held = policy.shard(sharding.mesh).held
-        self._optimizer = Optimizer(held.items(), section, add_up=sharding.reduced)
+        self._optimizer = Optimizer(policy.held(), section, add_up=sharding.reduced if sharding else None)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint stores: master weights and moments, as DTensors with a sharding."""
@@ -144,7 +133,7 @@ class Learner:
             if part:
                 yield part, pack(part, policy.device, routers, self._temperature)
             else:
-                _take_part(policy, backward=backward)
+                take_part(policy, backward=backward)
 
     def _backward(self, batch: Batch) -> Tensor:
         """Add the micro-batch's gradients. Returns, on the device, what `_sums[1:]` adds up."""
@@ -167,7 +156,7 @@ class Learner:
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         if self.sharding is not None:
             assert self.policy.shards is not None
-            self.policy.shards.add_up_gradients(partial(_take_part, self.policy, backward=True))
+            self.policy.shards.hand_over_gradients()
             sums = self.sharding.reduced(sums)
         num_sequences, loss, logprobs, clipped, divergence = sums[:5].tolist()
         mismatch = mismatch_of(sums[5:])
@@ -194,7 +183,7 @@ class Learner:
         )
 
 
-def _take_part(policy: Policy, *, backward: bool = False) -> None:
+def take_part(policy: Policy, *, backward: bool = False) -> None:
     """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank."""
     device = policy.device
     tokens, second = torch.zeros(2, dtype=torch.int64, device=device), torch.tensor([1], device=device)

@@ -75,22 +75,19 @@ class Ranks:
 
     def __init__(self, cluster: Cluster, ranks: Sequence[Worker[Trainer]], section: LearnerSection) -> None:
         self.ranks = list(ranks)
-        self.first = self.ranks[0]  # warms up, saves and sends
+        self.first = self.ranks[0]  # saves and sends
         self.uses_reference = bool(section.kl_coef)
         self.lost = False  # a rank is gone, and no other can do anything any more
         self._cluster = cluster
         self.intake = Intake(section, len(ranks))
 
-    def facts(self) -> PolicyFacts:
-        return self.gather([rank.ask(Trainer.facts) for rank in self.ranks])[0]
-
     def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
-        """Supervised steps on the first rank, before it meets the others; the losses."""
-        return self.gather([self.first.ask(Trainer.warm_up, examples)])[0]
+        """Supervised steps, one for each batch of worked examples; the losses."""
+        return self.gather([rank.ask(Trainer.warm_up, examples) for rank in self.ranks])[0]
 
-    def meet(self) -> None:
+    def meet(self) -> PolicyFacts:
         (address,) = self.gather([self.first.ask(Trainer.address)])
-        self.gather([rank.ask(Trainer.meet, *address) for rank in self.ranks])
+        return self.gather([rank.ask(Trainer.meet, *address) for rank in self.ranks])[0]
 
     # ---- steps
 

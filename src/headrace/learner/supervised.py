@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from headrace.config import LearnerSection, WarmstartSection
 from headrace.learner.batch import pack
-from headrace.learner.learner import Optimizer
+from headrace.learner.learner import Optimizer, Sharding, take_part
 from headrace.policy.policy import Policy
 from headrace.types import BoolArray, Example, IntArray, Item, Order, Prompt, Sampling, Span
 
@@ -15,18 +16,27 @@ from headrace.types import BoolArray, Example, IntArray, Item, Order, Prompt, Sa
 class WarmStart:
     """Supervised steps on worked solutions; the loss is on solution tokens only."""
 
-    def __init__(self, policy: Policy, section: WarmstartSection) -> None:
-        self._policy, self._section = policy, section
+    def __init__(self, policy: Policy, section: WarmstartSection, sharding: Sharding | None = None) -> None:
+        self._policy, self._section, self._sharding = policy, section, sharding
         adamw = LearnerSection(lr=section.lr, beta2=0.98)
-        self._optimizer = Optimizer(policy.model.named_parameters(), adamw)
+        self._optimizer = Optimizer(policy.held(), adamw, add_up=sharding.reduced if sharding else None)
         self._done = 0
 
     def step(self, examples: Sequence[Example]) -> float:
         """One optimizer step. Returns the loss before it."""
-        policy, steps = self._policy, self._section.steps
-        batch = pack([_item(*example) for example in examples], policy.device)
-        loss = -policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)[0].mean()
-        loss.backward()
+        policy, steps, sharding = self._policy, self._section.steps, self._sharding
+        mine = examples if sharding is None else examples[sharding.rank :: sharding.num_ranks]
+        loss = torch.zeros(())
+        if mine:
+            batch = pack([_item(*example) for example in mine], policy.device)
+            logprobs = policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)[0]
+            loss = -logprobs.sum() / sum(int(learned.sum()) for _, learned in examples)
+            loss.backward()
+        else:
+            take_part(policy, backward=True)
+        if policy.shards is not None and sharding is not None:
+            policy.shards.hand_over_gradients()
+            loss = sharding.reduced(loss.detach().cpu())
         # up over the first tenth, down over the last quarter: RL should not start from the noise of
         # the last batches
         rise, fall = (self._done + 1) / max(1, steps // 10), (steps - self._done) / max(1, steps // 4)

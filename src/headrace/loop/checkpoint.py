@@ -1,6 +1,6 @@
 """Checkpoints on disk: complete or not there at all.
 
-A checkpoint is a directory with tensors (`learner.tensor_files`) and a manifest with the checksum
+A checkpoint is a directory with tensors (`policy.tensor_files`) and a manifest with the checksum
 of every file. It is written under another name, flushed to disk (fsync) and renamed, so a
 half-written one is never used. What else a resumed run needs (groups, steps, prompt cursor) is in
 the ledger.

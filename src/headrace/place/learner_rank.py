@@ -4,24 +4,27 @@ The first rank also sends new weights to the rollout workers.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 
 from headrace.config import Config
+from headrace.errors import RunError
 from headrace.learner.learner import Learner, Sharding
 from headrace.learner.supervised import WarmStart
-from headrace.learner.tensor_files import copies, read_tensors, write_tensors
 from headrace.loop.watchdog import beside
 from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
 from headrace.network import own_address
 from headrace.place.device import LEARNER, MODEL, DeviceThread, memory_for
 from headrace.place.threads import ThreadChoice
 from headrace.policy.attention import PackedPlan
-from headrace.policy.policy import Policy, load_policy
+from headrace.policy.policy import Policy, load_policy, resolve_device
+from headrace.policy.tensor_files import copies, read_tensors, write_tensors
 from headrace.publish.encoding import Encoder
 from headrace.publish.publisher import Publisher
 from headrace.roles import SendingEnd
@@ -36,33 +39,60 @@ class LearnerRank:
     def __init__(
         self, device: DeviceThread, config: Config, rank: int, sending: Callable[[], SendingEnd] | None
     ) -> None:
-        self._config, self._rank, self._sending = config, rank, sending
-        self.policy = policy_of(device, config)
-        self._store: TCPStore | None = None  # where the ranks meet; rank 0 serves it
+        self._device, self._config, self._rank, self._sending = device, config, rank, sending
+        self.policy: Policy  # loaded when the ranks meet
+        self._store: TCPStore | None = None  # where they do; rank 0 serves it
         self._sharding: Sharding | None = None
-        self._learner: Learner | None = None
         self._publisher: Publisher | None = None
         self._warming: WarmStart | None = None
         self._copies: dict[str, Tensor] = {}  # for the checkpoint that is written next
-        self._wanted_bytes = _training_bytes(self.policy, config.learner.kl_coef) // config.learner.ranks
         self._held_bytes = 0
 
     @property
     def still_wanted_bytes(self) -> int:
         """Bytes of the training state that are not allocated yet: mostly gradients and moments."""
-        return max(0, self._wanted_bytes - self._held_bytes)
+        section = self._config.learner
+        return max(0, _training_bytes(self.policy, section.kl_coef) // section.ranks - self._held_bytes)
 
-    @property
+    @cached_property
     def learner(self) -> Learner:
-        assert self._learner is not None, "the ranks have not met"
-        return self._learner
+        """Made after the warm start: its reference policy has the weights of this moment."""
+        self._warming = None
+        config, device = self._config, self.policy.device
+        before = _allocated_bytes(device)
+        with memory_for("the optimizer and the reference policy", LEARNER, wanted_bytes=self.still_wanted_bytes):
+            learner = Learner(
+                self.policy,
+                config.learner,
+                temperature=config.rollout.temperature,
+                max_new_tokens=config.rollout.max_new_tokens,
+                total_steps=config.loop.steps,
+                sharding=self._sharding,
+            )
+        self._held_bytes = max(0, _allocated_bytes(device) - before)
+        return learner
 
     async def alive(self) -> bool:
         return True
 
     # ---- before the first step
 
-    def facts(self) -> PolicyFacts:
+    def address(self) -> tuple[str, int]:
+        if self._config.learner.ranks == 1:
+            return "", 0  # nobody to meet: no port is opened
+        self._store = TCPStore(own_address(), 0, is_master=True, wait_for_workers=False)
+        return self._store.host, self._store.port
+
+    def meet(self, host: str, port: int) -> PolicyFacts:
+        config, num_ranks = self._config, self._config.learner.ranks
+        if num_ranks > 1:
+            store = self._store or TCPStore(host, port, is_master=False)
+            device = resolve_device(config.model.device)
+            self._sharding = Sharding(rank=self._rank, num_ranks=num_ranks, store=store, device=device)
+        self.policy = policy_of(self._device, config, self._sharding.mesh if self._sharding else None)
+        if self._rank == 0 and self._sending is not None:
+            encoder = Encoder(config.publish.encoding, bucket_bytes=config.publish.bucket_mb * MB)
+            self._publisher = Publisher(encoder, self._sending(), self.policy.dtype)
         return PolicyFacts(
             name=type(self.policy.model).__name__,
             num_weights=sum(p.numel() for p in self.policy.model.parameters()),
@@ -73,38 +103,10 @@ class LearnerRank:
             unchecked=self.policy.unchecked,
         )
 
-    def address(self) -> tuple[str, int]:
-        if self._config.learner.ranks == 1:
-            return "", 0  # nobody to meet: no port is opened
-        self._store = TCPStore(own_address(), 0, is_master=True, wait_for_workers=False)
-        return self._store.host, self._store.port
-
     def warm_up(self, examples: Sequence[Sequence[Example]]) -> list[float]:
         if self._warming is None:
-            self._warming = WarmStart(self.policy, self._config.warmstart)
+            self._warming = WarmStart(self.policy, self._config.warmstart, self._sharding)
         return [self._warming.step(batch) for batch in examples]
-
-    def meet(self, host: str, port: int) -> None:
-        self._warming = None
-        config, device = self._config, self.policy.device
-        num_ranks, wanted = config.learner.ranks, self._wanted_bytes
-        if num_ranks > 1:
-            store = self._store or TCPStore(host, port, is_master=False)
-            self._sharding = Sharding(rank=self._rank, num_ranks=num_ranks, store=store, device=device)
-        before = _allocated_bytes(device)
-        with memory_for("the optimizer and the reference policy", LEARNER, wanted_bytes=wanted):
-            self._learner = Learner(
-                self.policy,
-                config.learner,
-                temperature=config.rollout.temperature,
-                max_new_tokens=config.rollout.max_new_tokens,
-                total_steps=config.loop.steps,
-                sharding=self._sharding,
-            )
-        self._held_bytes = max(0, _allocated_bytes(device) - before)
-        if self._rank == 0 and self._sending is not None:
-            encoder = Encoder(config.publish.encoding, bucket_bytes=config.publish.bucket_mb * MB)
-            self._publisher = Publisher(encoder, self._sending(), self.policy.dtype)
 
     # ---- steps
 
@@ -138,7 +140,13 @@ class LearnerRank:
         await beside(write_tensors, directory, tensors, group)
 
     def load(self, directory: Path, version: int, *, reference: bool = False) -> None:
-        read_tensors(directory, self._tensors(reference))
+        try:
+            read_tensors(directory, self._tensors(reference))
+        except Exception as error:  # of many types, by what does not fit
+            raise RunError(
+                f"the checkpoint {directory.parent} does not fit this model and optimizer: {error}. "
+                "Has the model at model.path changed since the run began?"
+            ) from error
         if not reference:
             self.learner.loaded(version)
 
@@ -149,7 +157,8 @@ class LearnerRank:
         if self._sharding is None:
             self.policy.save(directory)
             return
-        weights = {name: tensor.cpu() for name, tensor in self.learner.weights(self.policy.dtype)}
+        whole = self.learner.weights(self.policy.dtype)  # gathered by all ranks, kept by the first
+        weights = {name: tensor.cpu() for name, tensor in whole if self._rank == 0}
         if self._rank == 0:
             self.policy.save(directory, weights)
 
@@ -189,13 +198,13 @@ class LearnerRank:
         return self._publisher.catch_up()
 
 
-def policy_of(device: DeviceThread, config: Config) -> Policy:
-    """The policy, with adapters if they are what is trained. Sets the threads of `device`."""
+def policy_of(device: DeviceThread, config: Config, mesh: DeviceMesh | None = None) -> Policy:
+    """The policy, with adapters if they are what is trained, sharded over `mesh`. Sets the threads of `device`."""
     model = config.model
     if model.threads:
         torch.set_num_threads(model.threads)
     with memory_for("the model", MODEL):
-        policy = device.call(load_policy, model, config.learner, config.run.seed)
+        policy = device.call(load_policy, model, config.learner, config.run.seed, mesh)
     if not model.threads and policy.device.type == "cpu":
         choice = device.call(ThreadChoice, policy.model.get_input_embeddings().weight.shape[1])
         device.call(choice.choose)
@@ -210,7 +219,7 @@ def _training_bytes(policy: Policy, kl_coef: float) -> int:
     for parameter in policy.model.parameters():
         size = parameter.dtype.itemsize
         trained = (12 if size == 2 else 2 * size) + size if parameter.requires_grad else 0
-        total += parameter.numel() * (trained + (size if kl_coef else 0))
+        total += parameter.numel() * (trained + (policy.dtype.itemsize if kl_coef else 0))
     return total
 
 

@@ -93,7 +93,7 @@ class Place:
         self._receiving = ends[1] if ends else None
         ranks = [self._spawn_rank(rank) for rank in range(config.learner.ranks)]
         self.ranks = Ranks(cluster, ranks, config.learner)
-        self.facts = self.device.call(self.ranks.facts)
+        self.facts = self.device.call(self.ranks.meet)
         room_tokens = _room_for_prompts(config, self.facts.max_context)
         self._tokenizer = load_tokenizer(config.model)
         self._storing: asyncio.TimerHandle | None = None
@@ -185,9 +185,8 @@ class Place:
         on_row: Callable[[Row], None] = lambda row: None,
         on_sample: Callable[[Sample], None] = lambda sample: None,
     ) -> Loop:
-        """The loop, once the ranks have met and every rollout worker has the first weights."""
+        """The loop, once every rollout worker has the first weights."""
         config = self.config
-        await self.device.run(self.ranks.meet)
         checkpoints = Checkpoints(self.run_dir, config.recovery.keep)
         begins = self.ledger is None
         if self.ledger is None:  # a ledger means that the run can be resumed

@@ -179,8 +179,12 @@ class FamilyBody:
         self.fits_kernels = False  # some join the weights of several matrices
         self.__dict__.pop("_joined", None)
         for layer in self._body.layers:
-            layer.forward = partial(self._run, self._layer, layer)
+            layer.forward = partial(self._as_module, layer, layer.forward)
         self._through_modules = True
+
+    def _as_module(self, layer: Any, stock: Any, *args: Any, **named: Any) -> Any:
+        """`transformers` calls its layers with names, and we do not."""
+        return stock(*args, **named) if named else self._run(self._layer, layer, *args)
 
     def _run(self, layer_function: Any, *args: Any) -> Any:
         if self.checkpoint_activations and torch.is_grad_enabled():

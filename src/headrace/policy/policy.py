@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headrace import kernels
@@ -38,6 +39,7 @@ from headrace.user_code import load_optional
 if kernels.AVAILABLE or TYPE_CHECKING:
     from headrace.kernels.softmax import logits_gradient, token_logprobs
 
+R = TypeVar("R", bound=tuple[Any, ...])
 Linear = Callable[[Tensor, Tensor], Tensor]
 
 CHUNK_ELEMENTS = 2**24  # of one chunk's float32 logits: 64 MiB
@@ -54,7 +56,8 @@ class Policy:
     E hidden size, V vocabulary, T tokens in one row.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False) -> None:
+    def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False, shards: Shards | None = None) -> None:
+        """With the `shards` of a model, every rank takes part in every pass, the checks here among them."""
         refuse_unsupported(model)
         self.model, self.tokenizer, self.name = model, tokenizer, type(model).__name__
         self.config = model.config.get_text_config()
@@ -66,31 +69,38 @@ class Policy:
         self.max_context = int(getattr(self.config, "max_position_embeddings", 0) or 2**31)
         parameter = next(model.parameters())
         self.device: torch.device = parameter.device
-        self.dtype: torch.dtype = parameter.dtype
-        self.exact = exact
+        self.dtype: torch.dtype = parameter.dtype if shards is None else shards.dtype
+        self.exact, self.shards = exact, shards
         self._linear: Linear = exact_linear if exact and self.device.type == "cpu" else F.linear
         self.adapted = any(".lora_" in name for name, _ in model.named_parameters())
         self._family: FamilyBody | None = None
-        self.shards: Shards | None = None
         self.in_family = in_family(self.body)  # then the layers run in our own forward pass
         if self.in_family:
             kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
             self._family = kind(self.body, self.routers.follow_again)
             self._family.fits_kernels &= not self.adapted  # the kernels know no adapters
+            if shards is not None:
+                self._family.go_through_modules()
         check_weights(self)
         if exact:
             self._prepare_exact()
         was_training = model.training
         model.eval()  # without dropout
         try:
-            self.num_kv_heads, self.head_size, self.value_size, self.unchecked = check_same(self)
-            if exact:
-                if self.device.type == "cuda" and self._family is not None:
-                    head = partial(F.linear, weight=self.head_weight), self.head_weight.shape[1]
-                    check_rows({"the output head": head, **self._family.products()}, self.head_weight)
-                check_same_bits(self)
+            with torch.no_grad():
+                found = self._gathered_for(self._checked)
         finally:
             model.train(was_training)
+        self.num_kv_heads, self.head_size, self.value_size, self.unchecked = found
+
+    def _checked(self) -> tuple[int, int, int, str]:
+        found = check_same(self)
+        if self.exact:
+            if self.device.type == "cuda" and self._family is not None:
+                head = partial(F.linear, weight=self.head_weight), self.head_weight.shape[1]
+                check_rows({"the output head": head, **self._family.products()}, self.head_weight)
+            check_same_bits(self)
+        return found
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -140,20 +150,19 @@ class Policy:
             given = plan.before(hidden, at), self.head_weight, token_ids_T[at]
             return chosen_logprobs(*given, temperature, support, self._linear)
 
+        return self._gathered_for(compute)
+
+    def _gathered_for(self, compute: Callable[[], R]) -> R:
         return compute() if self.shards is None else self.shards.gathered_for(compute)
 
-    def shard(self, mesh: DeviceMesh) -> Shards:
-        """Shard the weights over `mesh` (FSDP). From now on every rank takes part in every pass."""
-        if self.exact and self.device.type == "cuda":
-            raise ModelError(
-                f"model.exact = true and {mesh.size()} learner ranks: on a GPU a sharded policy does not compute "
-                "with the batch-invariant kernels; set model.exact = false, or learner.ranks = 1"
-            )
-        if self._family is not None:
-            self._family.go_through_modules()
-        lists = (m for m in self.body.modules() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers)
-        self.shards = Shards(self.model, next(lists, ()), self.dtype, mesh)
-        return self.shards
+    def frozen_copy(self) -> Policy:
+        shards = None if self.shards is None else self.shards.frozen_copy()
+        model = copy.deepcopy(self.model).requires_grad_(False) if shards is None else shards.model
+        return Policy(model, self.tokenizer, exact=self.exact, shards=shards)
+
+    def held(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Names and weights, of a sharded model the parts that are held here: what an optimizer changes."""
+        return self.model.named_parameters() if self.shards is None else self.shards.held.items()
 
     def checkpoint_activations(self) -> None:
         if self._family is not None:
@@ -194,6 +203,11 @@ class Policy:
                 "token depends on the rest of its batch; set model.exact = false"
             )
         on_gpu, half = self.device.type == "cuda", self.dtype in (torch.bfloat16, torch.float16)
+        if on_gpu and self.shards is not None:
+            raise ModelError(
+                "model.exact = true and several learner ranks: on a GPU a sharded policy does not compute "
+                "with the batch-invariant kernels; set model.exact = false, or learner.ranks = 1"
+            )
         if half is not on_gpu:
             raise ModelError(
                 "model.exact = true needs model.dtype = 'float32' on a CPU and 'bfloat16' or 'float16' on a "
@@ -226,24 +240,54 @@ def resolve_device(name: str) -> torch.device:
 
 
 @quiet_transformers()
-def load_policy(section: ModelSection, learner: LearnerSection | None = None, seed: int = 0) -> Policy:
-    """Load a model directory or GGUF file. With the adapters that `learner` trains, if any; `seed` is theirs."""
+def load_policy(
+    section: ModelSection, learner: LearnerSection | None = None, seed: int = 0, mesh: DeviceMesh | None = None
+) -> Policy:
+    """Load a model directory or GGUF file. With the adapters that `learner` trains, if any; `seed` is theirs.
+
+    With a `mesh` the weights are sharded over its ranks, all of which must call this.
+    """
     device = resolve_device(section.device)
     auto = torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = auto if section.dtype == "auto" else getattr(torch, section.dtype)
     section = located(section)
     path = Path(section.path)
     _check_architecture(path)
-    with refusing(f"model.path = '{section.path}' cannot be loaded"):
-        load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
-        model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
-    if missing := sorted(info["missing_keys"]):  # `transformers` makes them up
-        raise ModelError(f"{path} lacks {len(missing)} of the weights of {type(model).__name__}, such as {missing[0]}")
     tokenizer = load_tokenizer(section)
-    model = model.to(device).eval()
-    if learner is not None and learner.lora_rank:
-        load_optional(*PEFT).add_adapters(model, rank=learner.lora_rank, alpha=learner.lora_alpha, seed=seed)
-    return Policy(model, tokenizer, exact=section.exact)
+    rank, alpha = (learner.lora_rank, learner.lora_alpha) if learner is not None else (0, 0.0)
+
+    def adapted(model: Any) -> Any:
+        if rank:
+            load_optional(*PEFT).add_adapters(model, rank=rank, alpha=alpha, seed=seed)
+        return model.eval()
+
+    def whole() -> Any:
+        with refusing(f"model.path = '{section.path}' cannot be loaded"):
+            load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
+            model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
+        if missing := sorted(info["missing_keys"]):  # `transformers` makes them up
+            kind = type(model).__name__
+            raise ModelError(f"{path} lacks {len(missing)} of the weights of {kind}, such as {missing[0]}")
+        return model
+
+    if mesh is None:
+        return Policy(adapted(whole().to(device)), tokenizer, exact=section.exact)
+    with refusing(f"model.path = '{section.path}' cannot be loaded"):
+        shards = Shards(lambda: adapted(_empty(path, dtype)), device, dtype, mesh, frozen=False)
+        if rank or not shards.read(path):
+            first = adapted(whole()) if shards.is_first else None
+            shards.fill(first and dict(first.named_parameters()) | dict(first.named_buffers()))
+    return Policy(shards.model, tokenizer, exact=section.exact, shards=shards)
+
+
+def _empty(path: Path, dtype: torch.dtype) -> Any:
+    """The model at `path`, with weights that nobody trained."""
+    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name} if path.suffix == ".gguf" else {}
+    config = AutoConfig.from_pretrained(**where or {"pretrained_model_name_or_path": path}, **NOTHING_FOREIGN)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    if (path / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
 
 
 def _check_architecture(path: Path) -> None:

@@ -1,21 +1,27 @@
-"""The weights of a policy sharded over several ranks (FSDP): each holds a part of every matrix.
+"""A model whose weights are sharded over several ranks (FSDP): each holds a part of every matrix.
 
-A layer's weights are gathered while it is computed and freed again; embedding and head stay for the
-whole pass. Shards of trained weights are the optimizer's master weights, so in float32 whatever the
-precision of the model, and are rounded when gathered. Each rank adds its gradients up in float32;
-they are summed over the ranks once per step.
+No rank ever holds the whole model: it is built without memory (torch's meta device), cut, and then
+filled, by each rank with its own part. A layer's weights are gathered while it is computed and freed
+again; embedding and head stay for the whole pass. Shards of trained weights are the optimizer's
+master weights, so in float32 whatever the precision of the model, and are rounded when gathered.
+Gradients are summed over the ranks in float32, layer by layer in every backward pass; each rank
+keeps those of its part.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from headrace.policy.tensor_files import read_tensors, sizes_in
+
+R = TypeVar("R", bound=tuple[Any, ...])
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -26,48 +32,92 @@ class _Whole(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    def forward(self, compute: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         # copies: a view that is written to in place would lose FSDP's backward hook
-        return tuple(result.clone() for result in compute())
+        return tuple(x.clone() if isinstance(x, Tensor) else x for x in compute())
 
 
 class Shards:
-    """This rank's part of the weights, and passes through the whole model."""
+    """This rank's part of the model that `empty` makes, and passes through all of it."""
 
-    def __init__(self, model: nn.Module, layers: Iterable[nn.Module], dtype: torch.dtype, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        self._whole = _Whole(model)
+    def __init__(
+        self, empty: Callable[[], Any], device: torch.device, dtype: torch.dtype, mesh: DeviceMesh, *, frozen: bool
+    ) -> None:
+        self._empty, self._mesh, self.device, self.dtype = empty, mesh, device, dtype
+        with torch.device("meta"):
+            self.model = empty()
+        if frozen:
+            self.model.requires_grad_(False)
+        self._whole, body = _Whole(self.model), self.model.get_decoder()
+        num_layers = body.config.get_text_config().num_hidden_layers
+        layers = (m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         rounding = mixed if dtype in HALF else MixedPrecisionPolicy()
-        for module in (*layers, self._whole):
-            for parameter in module.parameters():  # all ranks start from the first one's weights
-                if not isinstance(parameter, DTensor):
-                    dist.broadcast(parameter.detach(), group=mesh.get_group(), group_src=0)
-                    if parameter.requires_grad and parameter.dtype in HALF:
-                        parameter.data = parameter.data.float()
+        for module in (*next(layers, ()), self._whole):
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.dtype in HALF:
+                    parameter.data = parameter.data.float()
             self._root = fully_shard(module, mesh=mesh, mp_policy=rounding)
         for module in self._whole.modules():
             if isinstance(module, FSDPModule):  # sums: the learner divides, once
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        self._root.set_requires_gradient_sync(False)
-        self.weights: dict[str, Any] = dict(model.named_parameters())
+        self._whole.to_empty(device=device)
+        self.weights: dict[str, Any] = dict(self.model.named_parameters())
         assert all(isinstance(weight, DTensor) for weight in self.weights.values()), "not all weights are sharded"
         # gradients go to the parts held here, which are ordinary weights to an optimizer
         self.held = {n: nn.Parameter(p.detach().to_local(), p.requires_grad) for n, p in self.weights.items()}
 
-    def gathered_for(self, compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    @property
+    def is_first(self) -> bool:
+        return self._mesh.get_rank() == 0
+
+    @torch.no_grad()
+    def read(self, directory: Path) -> bool:
+        """Fill the weights with their parts of a model's files, if those have just these names and shapes."""
+        kept = self.model.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
+        wanted, known = self.weights | buffers, sizes_in(directory)
+        if any(known.get(name) != tensor.shape for name, tensor in wanted.items()):
+            return False
+        read_tensors(directory, wanted)
+        for part in self.held.values():
+            part.copy_(part.to(self.dtype))  # masters begin at what the precision of the model can say
+        for module in self.model.modules():
+            if next(module.buffers(recurse=False), None) is not None:
+                self.model._init_weights(module)  # computes what is in no file: the frequencies of RoPE
+        return True
+
+    @torch.no_grad()
+    def fill(self, whole: Mapping[str, Tensor] | None) -> None:
+        """From the weights and buffers that the first rank has; the others, which give None, get their parts."""
+        for name, into in (self.weights | dict(self.model.named_buffers())).items():
+            given = torch.empty(into.shape, dtype=into.dtype) if whole is None else whole[name].detach().to(into.dtype)
+            given = given.to(self.device).contiguous()
+            dist.broadcast(given, group=self._mesh.get_group(), group_src=0)
+            if isinstance(into, DTensor):
+                given = distribute_tensor(given, self._mesh, into.placements, src_data_rank=None).to_local()
+                into = into.to_local()
+            into.copy_(given)
+
+    @torch.no_grad()
+    def frozen_copy(self) -> "Shards":
+        other = Shards(self._empty, self.device, self.dtype, self._mesh, frozen=True)
+        for name, part in other.held.items():
+            part.copy_(self.held[name])
+        for mine, theirs in zip(self.model.buffers(), other.model.buffers(), strict=True):
+            theirs.copy_(mine)
+        return other
+
+    def gathered_for(self, compute: Callable[[], R]) -> R:
         """The result of `compute` with whole weights. Every rank must call this equally often."""
-        first, second = self._whole(compute)
+        found: R = self._whole(compute)
         if not torch.is_grad_enabled():
             self._root.reshard()  # no backward pass will, and the next step changes the parts only
-        return first, second
+        return found
 
-    def add_up_gradients(self, take_part: Callable[[], None]) -> None:
-        """Sum the ranks' gradients into `held`, by FSDP's hooks in a zero-loss pass `take_part`."""
-        self._root.set_requires_gradient_sync(True)
-        take_part()
-        self._root.set_requires_gradient_sync(False)
+    def hand_over_gradients(self) -> None:
+        """The gradients of the backward passes so far become those of `held`."""
         for name, parameter in self.weights.items():
             if parameter.grad is not None:
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None

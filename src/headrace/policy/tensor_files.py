@@ -1,6 +1,7 @@
-"""The tensors of a checkpoint on disk, as safetensors, by `torch.distributed.checkpoint`.
+"""Tensors on disk, as safetensors, by `torch.distributed.checkpoint`: a model's, and those of a checkpoint.
 
-The ranks of a sharded learner write their shards into one directory, for any number of ranks.
+The ranks of a sharded learner write their shards into one directory, for any number of ranks. Each
+reads what belongs into its own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.distributed_c10d import ProcessGroup, all_reduce
 from torch.distributed.tensor import DTensor
 
-from headrace.errors import RunError
 from headrace.user_code import quiet
 
 # torch's logger of checkpoints has a line for every tensor; a single process is no mistake here
@@ -48,15 +49,14 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Process
 
 def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` in place. Parts of sharded ones are filled with what belongs there."""
-    reader = HuggingFaceStorageReader(str(directory))
-    try:
-        with _plain_errors():
-            load(dict(tensors), storage_reader=reader, no_dist=True)
-    except Exception as error:  # of many types, by what does not fit
-        raise RunError(
-            f"the checkpoint {directory.parent} does not fit this model and optimizer: {error}. "
-            "Has the model at model.path changed since the run began?"
-        ) from error
+    with _plain_errors():
+        load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+
+
+def sizes_in(directory: Path) -> dict[str, torch.Size]:
+    """The shape of every tensor in the files of a directory."""
+    found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    return {name: tensor.size for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
 
 
 @contextmanager
