@@ -7,15 +7,13 @@ samples of one prompt share one prefill. Everything here runs in the device thre
 sequences are rows 0..n-1 of the KV cache (store.py).
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -51,7 +49,7 @@ class _PromptGroup:
     cached: int = 0  # prompt tokens that an earlier turn of its session computed
 
     @classmethod
-    def of(cls, parked: RowSequence) -> _PromptGroup:
+    def of(cls, parked: RowSequence) -> Self:
         """To compute all that it sampled again, with the same experts."""
         longest = len(parked.prompt) + parked.request.sampling.max_new_tokens
         return cls(parked.tokens, [parked.request], longest, parked=parked, known=parked.routes)
@@ -198,7 +196,7 @@ class Engine:
     # ---- inside
 
     @cached_property
-    def _store(self) -> RowStore | PagedStore:
+    def _store(self) -> "RowStore | PagedStore":
         """The KV cache; allocated again when it is needed after `release_cache`."""
         if self.policy.device.type == "cuda":
             return PagedStore(self.policy, self.kv_tokens, self._rows, self.max_running)
