@@ -135,10 +135,9 @@ def _decode_once(engine: Engine, bench: Bench, seed: int) -> dict[str, float]:
     def context() -> float:
         return sizes.prompt + (engine.sampled_tokens - before) / sizes.sequences
 
-    begun = 0
-    while begun < sizes.sequences or context() < sizes.context - sizes.window / 2:
+    engine.begun.clear()
+    while len(engine.begun) < sizes.sequences or context() < sizes.context - sizes.window / 2:
         engine.step()
-        begun += sum(1 for _ in engine.begun())
     first, started = context(), time.perf_counter()
     while context() < first + sizes.window:
         engine.step()  # returns when its tokens are on the host

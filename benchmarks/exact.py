@@ -83,10 +83,9 @@ def decode(policy: Policy, engines: dict[int, Engine], *, rows: int, prompt_toke
     for i in range(rows // SAMPLES):
         prompt = rng.integers(3, 99, prompt_tokens).astype(np.int32)
         engine.submit(prompt, [Request(id=f"{i}/{j}", sampling=sampling, seed=8 * i + j) for j in range(SAMPLES)])
-    begun = 0
-    while begun < rows:
+    engine.begun.clear()
+    while len(engine.begun) < rows:
         engine.step()
-        begun += sum(1 for _ in engine.begun())
     before, start = engine.sampled_tokens, time.perf_counter()
     while engine.has_work:
         engine.advance()

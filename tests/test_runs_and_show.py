@@ -215,7 +215,7 @@ def test_a_trajectory_of_two_versions_an_attempt_that_was_lost_and_one_under_way
         ledger.started(2, Attempt(serial=0, number=2, prompt_id="p0", wave=0, version=0))
         ledger.started(1)
         ledger.sampled(3)
-        ledger.dropped(group_of(two, serial=1), [(two, "filter:mine")], source="in_flight", version=5)
+        ledger.dropped(group_of(two, serial=1), [(two, "filter:mine")], was_buffered=False, version=5)
     save_settings(api.files.run_config(runs / "finished"), run)
     shown = " ".join(headrace("show", run, "--trajectory", two.id).output.split())
     assert "version 3 sampled 1 token, then version 4 sampled 2 tokens" in shown

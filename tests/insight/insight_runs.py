@@ -94,7 +94,7 @@ def _group(serial: int, version: int, begin_s: float, answers: tuple[tuple[int, 
 
 def _drop(ledger: Ledger, group: Group) -> None:
     drops = [(t, "no_signal") for t in group.trajectories]
-    ledger.dropped(group, drops, source="in_flight", version=group.version)
+    ledger.dropped(group, drops, was_buffered=False, version=group.version)
 
 
 def _spans(step: int, begin_s: float) -> list[StageSpan]:

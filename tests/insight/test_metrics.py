@@ -120,7 +120,7 @@ def test_names_that_users_gave_are_escaped(tmp_path: Path):
         ledger.started(1)
         ledger.sampled(4)
         answer = trajectory(serial=99, answer=(7, 8, 9, 1))
-        ledger.dropped(group_of(answer, serial=99), [(answer, nasty)], source="in_flight")
+        ledger.dropped(group_of(answer, serial=99), [(answer, nasty)], was_buffered=False)
     found = parsed(metrics_text(run))
     assert value(found, "headrace_dropped_tokens_total", reason=nasty) == 4
     assert value(found, "headrace_info", run='a "b" \\n', state="stopped", version="0.1.0") == 1

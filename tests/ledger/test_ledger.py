@@ -41,7 +41,7 @@ def test_a_trajectorys_life_in_hand_worked_numbers(ledger, make_group):
     assert ledger.balance() == {"generated": (-12, -3), "in_flight": (5, 1), "buffered": (7, 2), "trained": (0, 0)}
     ledger.buffered(other)
     ledger.trained(group, version=0)
-    ledger.dropped(other, [(other.trajectories[0], DropReason.STALE)], source="buffered", version=6)
+    ledger.dropped(other, [(other.trajectories[0], DropReason.STALE)], was_buffered=True, version=6)
     assert ledger.balance() == {
         "generated": (-12, -3),
         "in_flight": (0, 0),
@@ -104,7 +104,7 @@ def test_drops_from_flight(ledger, make_trajectory, make_group):
     ledger.started(2)
     ledger.sampled(6)
     drops = [(finished, "reward_timeout"), (empty, "filter:mine")]
-    ledger.dropped(make_group(1, []), drops, source="in_flight", version=1)
+    ledger.dropped(make_group(1, []), drops, was_buffered=False, version=1)
     found = ledger.read("SELECT trajectory_id, prompt_id, reason, num_tokens, lag, reward FROM drops")
     assert found == [("p1/0", "p1", "reward_timeout", 6, 1, 0.5), ("p1/1", "p1", "filter:mine", 0, 0, None)]
     assert ledger.balance()["in_flight"] == (0, 0)
@@ -134,7 +134,7 @@ def test_the_database_refuses_what_breaks_the_books(ledger, make_group):
     before = ledger.balance()
     for again in (
         lambda: ledger.trained(group, version=0),
-        lambda: ledger.dropped(group, [(group.trajectories[0], "stale")], source="buffered"),
+        lambda: ledger.dropped(group, [(group.trajectories[0], "stale")], was_buffered=True),
         lambda: ledger.buffered(group),
         lambda: ledger.sampled(-1),
         lambda: ledger.started(-1),
@@ -153,8 +153,8 @@ def test_only_a_buffered_trajectory_leaves_the_buffer_with_its_own_tokens(ledger
         ledger.trained(two, version=0)
     short = make_trajectory("p0/0", 2)
     with pytest.raises(sqlite3.IntegrityError, match="tokens of its trajectory"):
-        ledger.dropped(one, [(short, "stale")], source="buffered")
-    ledger.dropped(two, [(two.trajectories[0], "stale")], source="in_flight")
+        ledger.dropped(one, [(short, "stale")], was_buffered=True)
+    ledger.dropped(two, [(two.trajectories[0], "stale")], was_buffered=False)
     with pytest.raises(sqlite3.IntegrityError, match="not in the buffer"):
         ledger.trained(two, version=0)
 

@@ -51,18 +51,18 @@ class Model:
             self.num_trained += self.buffered[0].num_sampled_tokens
             self.gone.append(self.buffered.pop(0))
 
-    def _drop(self, source, groups, data):
+    def _drop(self, was_buffered, groups, data):
         if groups:
             group, reason = groups.pop(0), data.draw(st.sampled_from(["stale", "filter:mine"]))
-            self.ledger.dropped(group, [(t, reason) for t in group.trajectories], source=source)
+            self.ledger.dropped(group, [(t, reason) for t in group.trajectories], was_buffered=was_buffered)
             self.dropped[reason] = self.dropped.get(reason, 0) + group.num_sampled_tokens
             self.gone.append(group)
 
     def drop(self, data):
-        self._drop("in_flight", self.in_flight, data)
+        self._drop(False, self.in_flight, data)
 
     def drop_buffered(self, data):
-        self._drop("buffered", self.buffered, data)
+        self._drop(True, self.buffered, data)
 
     def _refused(self, call):
         before = self.ledger.balance()

@@ -152,7 +152,7 @@ def test_what_is_booked_is_read_back_whole(members: list[tuple[BoolArray, int]],
         if trained:
             ledger.trained(group, version=0)
         else:
-            ledger.dropped(group, [(t, "stale") for t in group.trajectories], source="buffered")
+            ledger.dropped(group, [(t, "stale") for t in group.trajectories], was_buffered=True)
         found = Recovery(ledger).trajectories(3, 1)
         totals = ledger.totals()
         assert audit(run_dir) == []

@@ -135,7 +135,7 @@ class Recovery(RuleBasedStateMachine):
         before = self.on_disk(), dict(process.buffer.in_flight), list(process.buffer.buffered)
         assert not process.put(late)
         self.is_refused(lambda: process.ledger.buffered(late))
-        self.is_refused(lambda: process.ledger.dropped(late, drops, source="in_flight"))
+        self.is_refused(lambda: process.ledger.dropped(late, drops, was_buffered=False))
         assert (self.on_disk(), process.buffer.in_flight, process.buffer.buffered) == before
         self.check_whether_gone()
 

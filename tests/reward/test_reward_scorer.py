@@ -54,7 +54,7 @@ async def test_answers_belong_to_their_questions_in_any_order(make_scorer: MakeS
     scores = await score_all(scorer, *(completion("x" * n) for n in range(100)))
     assert [score.reward for score in scores] == [float(n) for n in range(100)]
     assert scores[7].parts == {"score": 7.0}
-    assert (scorer.num_scored, scorer.num_failed, scorer.num_cached, scorer.num_workers_replaced) == (100, 0, 0, 0)
+    assert (scorer.num_scored, scorer.num_failed, scorer.num_workers_replaced) == (100, 0, 0)
 
 
 async def test_bad_behaviour_is_a_failure_and_the_next_answer_is_scored(make_scorer: MakeScorer) -> None:
@@ -223,7 +223,7 @@ async def test_the_same_answer_is_judged_once(make_scorer: MakeScorer, rewards: 
     assert last.parts == {"length": 4.0, "tokens": 95.0, "overlong": -0.5}
     assert last.reward == 98.5
     assert failed.failure is DropReason.REWARD_ERROR
-    assert (scorer.num_scored, scorer.num_cached, scorer.num_failed) == (7, 6, 2)
+    assert (scorer.num_scored, scorer.num_failed) == (7, 2)
 
 
 async def test_an_answer_that_ran_out_of_time_is_as_overlong_as_one_that_ran_out_of_tokens() -> None:

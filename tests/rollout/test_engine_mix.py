@@ -91,7 +91,7 @@ def scene(seed: int, *, num_updates: int, truncated: bool) -> Scene:
 
 def play(policy: Policy, scene: Scene, **changes: Any) -> tuple[Engine, dict[str, Generation], list[tuple[str, int]]]:
     """The engine at its end, what came back from it, and what it said had begun."""
-    clock, found, begun = Steps(), {}, []
+    clock, found = Steps(), {}
     engine, store = tight_engine(policy, PAGES * 64, clock=clock, **(scene.settings | changes))
     scene.versions[0] = stock_model(policy)
     while engine.has_work or clock.now < 60:
@@ -110,11 +110,10 @@ def play(policy: Policy, scene: Scene, **changes: Any) -> tuple[Engine, dict[str
         for generation in engine.advance(max_steps=1):
             assert generation.id not in found, "it came back twice"
             found[generation.id] = generation
-        begun += engine.begun()
         assert clock.now < 3000, "the engine does not come to an end"
     assert store.tables.pages.num_free == PAGES, "a page did not come back"
     assert not store.tables.rows
-    return engine, found, begun
+    return engine, found, list(engine.begun)
 
 
 def assert_books(scene: Scene, engine: Engine, found: dict[str, Generation], begun: list[tuple[str, int]]) -> None:

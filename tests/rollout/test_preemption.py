@@ -89,7 +89,7 @@ def test_the_first_token_is_announced_once(policy: Policy):
     engine, _ = tight_engine(policy, 12 * 64)
     run(engine, *GROUPS)
     assert engine.preemptions
-    assert sorted(id for id, _ in engine.begun()) == sorted(IDS)
+    assert sorted(id for id, _ in engine.begun) == sorted(IDS)
 
 
 def test_an_abort_of_a_preempted_sequence_keeps_what_it_sampled(policy: Policy):

@@ -70,7 +70,7 @@ def test_parked_answers_make_room_and_come_to_what_they_would_have_come_to(polic
         assert_same(generation, plain[id])
         assert (generation.started_s < 30) == (plain[id].started_s < 30 or id.startswith("short"))
     assert engine.sampled_tokens == sum(len(g.token_ids) for g in found.values())
-    assert sorted(id for id, _ in engine.begun()) == sorted(found)
+    assert sorted(id for id, _ in engine.begun) == sorted(found)
     assert_right(stock_model(policy), [*LONG, *SHORT], found)
 
 

@@ -234,9 +234,8 @@ def _typed(arguments: Mapping[str, str], wanted: Mapping[str, Any]) -> dict[str,
 
 def _tool_calls(calls: Calls) -> list[ToolCall]:
     try:
-        found = [
-            ToolCall(name, json.dumps(arguments, allow_nan=False, ensure_ascii=False)) for name, arguments in calls
-        ]
+        as_json = partial(json.dumps, allow_nan=False, ensure_ascii=False)
+        found = [ToolCall(name, as_json(arguments)) for name, arguments in calls]
         "".join(call.name + call.arguments for call in found).encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"not valid JSON: {error}") from error

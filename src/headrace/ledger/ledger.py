@@ -5,15 +5,13 @@ the books (training what is not buffered, for example) raises sqlite3.IntegrityE
 nothing. `recovery.py` is what a restart does with them.
 """
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from headrace.errors import RunError
 from headrace.ledger import database, journal
@@ -54,7 +52,7 @@ class Books:
     dropped: Mapping[str, Amount] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, balance: Mapping[str, tuple[int, int]]) -> Books:
+    def of(cls, balance: Mapping[str, tuple[int, int]]) -> Self:
         held = {name: Amount(*amount) for name, amount in balance.items()}
         generated = Amount(*(-number for number in held.pop(SOURCE)))
         kept = {name: held.pop(name) for name in ("trained", "buffered", "in_flight")}
@@ -84,11 +82,11 @@ class Ledger(AbstractContextManager["Ledger"]):
         self._turns: dict[tuple[int, int], Trajectory] = {}  # by serial and index, not yet stored
 
     @classmethod
-    def create(cls, run_dir: Path, *, clock: StageClock | None = None) -> Ledger:
+    def create(cls, run_dir: Path, *, clock: StageClock | None = None) -> Self:
         return cls(database.create_database(run_dir), run_dir, clock or StageClock())
 
     @classmethod
-    def reopen(cls, run_dir: Path) -> Ledger:
+    def reopen(cls, run_dir: Path) -> Self:
         """Continue the ledger of a run that ended too soon, and its clock."""
         connection = database.reopen_database(run_dir)
         (end_s, last_step) = connection.execute(
@@ -100,7 +98,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         return ledger
 
     @classmethod
-    def open(cls, run_dir: Path) -> Ledger:
+    def open(cls, run_dir: Path) -> Self:
         """For reading, also while the run writes it."""
         return cls(database.open_database(run_dir), run_dir, None)
 
@@ -163,10 +161,8 @@ class Ledger(AbstractContextManager["Ledger"]):
                 self.transfer("buffered", "trained", t.num_sampled_tokens, 1, trajectory_id=t.id, lag=lag)
                 self.connection.execute(query, (lag, self.step, t.id))
 
-    def dropped(
-        self, group: Group, drops: Dropped, *, source: Literal["in_flight", "buffered"], version: int = 0
-    ) -> None:
-        """Book trajectories of `group` as dropped, with their lag behind `version`.
+    def dropped(self, group: Group, drops: Dropped, *, was_buffered: bool, version: int = 0) -> None:
+        """Book trajectories of `group`, buffered or in flight, as dropped, with their lag behind `version`.
 
         If an earlier attempt at the same trajectory was dropped, this one is booked as redone: it
         was generated again only because of a restart.
@@ -177,12 +173,12 @@ class Ledger(AbstractContextManager["Ledger"]):
             "AND state = 'dropped' AND drop_reason NOT IN ('redone', 'crashed', 'run_ended')"
         )
         with self.writing() as connection:
-            if source == "in_flight":
+            if not was_buffered:
                 self._check_open(group.serial, group.attempt)
                 self._ask(group.prompt)
             for t, reason in drops:
                 lag = _lag(t, version)
-                if source == "buffered":
+                if was_buffered:
                     self.drop_buffered(t.id, t.num_sampled_tokens, reason, lag)
                     continue
                 if self.read(before, (group.serial, group.attempt, int(t.index))):
@@ -190,7 +186,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 values = journal.columns(t) | of | {"drop_reason": str(reason), "lag": lag}
                 journal.insert(connection, "trajectories", values)
                 dropped = f"{DROPPED}{reason}"
-                self.transfer(source, dropped, t.num_sampled_tokens, 1, trajectory_id=t.id, lag=lag)
+                self.transfer("in_flight", dropped, t.num_sampled_tokens, 1, trajectory_id=t.id, lag=lag)
                 self._keep(replace(t, replay=None))  # to be read by people: no restart needs it
 
     def spans(self, spans: Iterable[StageSpan]) -> None:

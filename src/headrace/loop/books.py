@@ -5,7 +5,6 @@ Of each trajectory whether it was trained on or dropped, and of each step one ro
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -42,15 +41,14 @@ class Bookkeeper:
         for group in groups:
             if skipped:
                 drops = [(t, DropReason.SKIPPED_STEP) for t in group.trajectories]
-                self.ledger.dropped(group, drops, source="buffered", version=before)
+                self.ledger.dropped(group, drops, was_buffered=True, version=before)
             else:
                 self.ledger.trained(group, version=before)
 
     def dropped(self, drops: Dropped, group: Group, was_buffered: bool) -> None:
         if not drops:
             return
-        source: Literal["in_flight", "buffered"] = "buffered" if was_buffered else "in_flight"
-        self.ledger.dropped(group, drops, source=source, version=self.version)
+        self.ledger.dropped(group, drops, was_buffered=was_buffered, version=self.version)
         if not was_buffered:
             whole = [(t, reason) for t, reason in drops if reason != DropReason.RUN_ENDED]
             self._sample(group.prompt, [(t, f"dropped: {reason}") for t, reason in whole])

@@ -207,10 +207,9 @@ def _json_lines(path: Path, text: str) -> Iterator[str]:
     """The values of a list, or of the one list in an object."""
     try:
         content = json.loads(text) if text.strip() else []
-        lists = (
-            [value for value in content.values() if isinstance(value, list)] if isinstance(content, dict) else [content]
-        )
-        if len(lists) != 1 or not isinstance(lists[0], list):
+        values = content.values() if isinstance(content, dict) else [content]
+        lists = [value for value in values if isinstance(value, list)]
+        if len(lists) != 1:
             what = f"an object with {len(lists)} lists" if isinstance(content, dict) else "a single value"
             raise DataError(f"{path}: a list of objects is needed, or an object with one such list; it is {what}")
         yield from (f"{json.dumps(value)}\n" for value in lists[0])

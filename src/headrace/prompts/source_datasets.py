@@ -13,26 +13,18 @@ from headrace.prompts.source import prompt_key
 
 def open_dataset(path: Path, prompt_field: str) -> Any:
     """One split, memory-mapped, or one Parquet file, in memory in Arrow's compact columns."""
-    loaded = _directory(path) if path.is_dir() else _parquet(path)
+    try:
+        if path.is_dir():
+            loaded = datasets.load_from_disk(str(path))
+        else:
+            loaded = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.parquet.read_table(path)))
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        written = "is not a directory written by datasets' save_to_disk"
+        raise DataError(f"{path} {written if path.is_dir() else 'cannot be read as Parquet'}: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        raise DataError(f"{path} has several splits; name one: {', '.join(str(path / name) for name in loaded)}")
     key = prompt_key(loaded.column_names, prompt_field, str(path))
     rows = loaded.with_format(None)  # plain Python values, however it was saved
     if loaded.data.column(key).null_count:
         raise DataError(f"{path}, row {rows[key][:].index(None) + 1}: field '{key}' is empty")
     return rows
-
-
-def _directory(path: Path) -> Any:
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a directory written by datasets' save_to_disk: {error}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        raise DataError(f"{path} has several splits; name one: {', '.join(str(path / name) for name in loaded)}")
-    return loaded
-
-
-def _parquet(path: Path) -> Any:
-    try:
-        return datasets.Dataset(datasets.table.InMemoryTable(pyarrow.parquet.read_table(path)))
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error

@@ -4,8 +4,6 @@ A worker writes to pipes. Between two calls it writes a mark, so that each verdi
 printed while it was found. What a worker printed before it crashed or was killed is there, too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

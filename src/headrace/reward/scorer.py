@@ -81,7 +81,7 @@ class Scorer:
         self._verdicts: dict[bytes, Score] = {}  # by cache key
         self._on_verdict, self._on_note = on_verdict, on_note
         self._trouble, self._num_replaced = TroubleNotes(on_note, section.timeout_s), 0
-        self.num_scored = self.num_failed = self.num_cached = self.num_filtered = 0
+        self.num_scored = self.num_failed = self.num_filtered = 0
 
     @property
     def num_retried(self) -> int:
@@ -127,16 +127,13 @@ class Scorer:
         self._verdicts.update(verdicts)
 
     async def score(self, completion: Completion) -> Score:
-        if self._cache is None:
-            score, cached = await self._pool.run(completion), False
-        else:
-            score, cached = await self._cache.fetch(completion, lambda: self._pool.run(completion))
+        judge = partial(self._pool.run, completion)
+        score = await (self._cache.fetch(completion, judge) if self._cache else judge())
         self._note_trouble(score.failure, score.detail)
         if score.failure is not None:
             self.num_failed += 1
             return score
         self.num_scored += 1
-        self.num_cached += cached
         if not self._section.overlong_tokens:
             return score
         assert score.reward is not None
@@ -228,20 +225,17 @@ class VerdictCache:
             return None
         return hashlib.sha256(text.encode()).digest()
 
-    async def fetch(self, completion: Completion, judge: Callable[[], Awaitable[Score]]) -> tuple[Score, bool]:
-        """The score, and whether it came without a call of `judge` for this completion."""
+    async def fetch(self, completion: Completion, judge: Callable[[], Awaitable[Score]]) -> Score:
         key = self.key(completion)
         if key is None:
-            return await judge(), False
+            return await judge()
         if key in self.verdicts:
-            return self.verdicts[key], True
-        if key in self._running:
-            return await asyncio.shield(self._running[key]), True
-        task = asyncio.ensure_future(self._judge_once(key, judge))
-        self._running[key] = task
-        # all callers may be cancelled: mark an exception as retrieved
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(task), False  # others may wait for it
+            return self.verdicts[key]
+        if key not in self._running:
+            task = self._running[key] = asyncio.create_task(self._judge_once(key, judge))
+            # all callers may be cancelled: mark an exception as retrieved
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._running[key])  # others may wait for it
 
     async def _judge_once(self, key: bytes, judge: Callable[[], Awaitable[Score]]) -> Score:
         try:

@@ -105,7 +105,8 @@ class RolloutActor:
                 if fresh_tokens := self.engine.sampled_tokens - self._booked:
                     self.on_sampled(fresh_tokens)
                     self._booked += fresh_tokens
-                for id, version in self.engine.begun():
+                while self.engine.begun:
+                    id, version = self.engine.begun.popleft()
                     if id in self._pending and (order := self._pending[id][0]).counted:
                         self.on_begun(order.serial, version)
                 for generation in finished:

@@ -7,15 +7,13 @@ samples of one prompt share one prefill. Everything here runs in the device thre
 sequences are rows 0..n-1 of the KV cache (store.py).
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -51,7 +49,7 @@ class _PromptGroup:
     cached: int = 0  # prompt tokens that an earlier turn of its session computed
 
     @classmethod
-    def of(cls, parked: RowSequence) -> _PromptGroup:
+    def of(cls, parked: RowSequence) -> Self:
         """To compute all that it sampled again, with the same experts."""
         longest = len(parked.prompt) + parked.request.sampling.max_new_tokens
         return cls(parked.tokens, [parked.request], longest, parked=parked, known=parked.routes)
@@ -76,6 +74,7 @@ class Engine:
         policy, speculate = self.policy, self.speculate
         self.version = 0
         self.notes: list[str] = []  # for the user
+        self.begun: deque[tuple[str, int]] = deque()  # requests with a first token, and its version
         self.sampled_tokens = 0  # in total, of requests that are `counted`
         self.computed_tokens = 0  # prompts and answers in total: progress
         self.preemptions = 0  # sequences preempted because the cache was full
@@ -95,7 +94,6 @@ class Engine:
         self._waiting: deque[_PromptGroup] = deque()
         self._prefilling: list[_PromptGroup] = []
         self._finished: list[Generation] = []
-        self._begun: deque[tuple[str, int]] = deque()
         self._kept: list[RowSequence] = []  # for next turns; least recently used first
 
     # ---- called from any thread
@@ -115,11 +113,6 @@ class Engine:
     def abort(self, ids: set[str]) -> None:
         """End these requests at the next step, with the tokens they have and finish ABORT."""
         self._inbox.append(lambda: self._abort(ids))
-
-    def begun(self) -> Iterator[tuple[str, int]]:
-        """Id of each request whose first token was sampled since the last call, and the version."""
-        while self._begun:
-            yield self._begun.popleft()
 
     @property
     def has_work(self) -> bool:
@@ -203,7 +196,7 @@ class Engine:
     # ---- inside
 
     @cached_property
-    def _store(self) -> RowStore | PagedStore:
+    def _store(self) -> "RowStore | PagedStore":
         """The KV cache; allocated again when it is needed after `release_cache`."""
         if self.policy.device.type == "cuda":
             return PagedStore(self.policy, self.kv_tokens, self._rows, self.max_running)
@@ -283,7 +276,7 @@ class Engine:
                 self._rows.add(group.prompt, group.requests, self.clock(), routes)
                 self.prompt_tokens += len(group.prompt)
                 self.cached_tokens += group.cached
-                self._begun.extend((r.id, self.version) for r in group.requests)
+                self.begun.extend((r.id, self.version) for r in group.requests)
                 if self._drafter is not None:
                     self._drafter.read(group.prompt)
             self._store.fork(group.place, len(group.requests))

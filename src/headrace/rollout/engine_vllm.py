@@ -179,6 +179,7 @@ class VllmEngine:
             raise ConfigError("rollout.engine = 'vllm' does not tell a mixture's experts; take the embedded engine")
         self.policy, self.section, self.version, self._clock = policy, section, 0, clock
         self.notes: list[str] = []  # for the user
+        self.begun: deque[tuple[str, int]] = deque()  # requests with a first token, and its version
         self.sampled_tokens = self._computed = self._prompted = 0
         on_gpu = policy.device.type == "cuda"
         # on a CPU it fails where a request with a seed is prefilled in chunks
@@ -196,7 +197,6 @@ class VllmEngine:
         self._rows, self._numbers = Rows(), itertools.count()
         self._nothing = np.zeros(0, self._rows.dtype)
         self._asked: dict[str, _Asked] = {}  # by the request's id
-        self._begun: deque[tuple[str, int]] = deque()
         self._finished: list[Generation] = []
         self._moved_s, self._losses = time.monotonic(), 0
 
@@ -215,10 +215,6 @@ class VllmEngine:
 
     def abort(self, ids: set[str]) -> None:
         self._events.put(lambda: self._abort(ids))
-
-    def begun(self) -> Iterator[tuple[str, int]]:
-        while self._begun:
-            yield self._begun.popleft()
 
     @property
     def has_work(self) -> bool:
@@ -346,7 +342,7 @@ class VllmEngine:
             return
         if len(fresh) and not len(asked.row.sampled):
             asked.row = replace(asked.row, started_s=self._clock())
-            self._begun.append((request.id, asked.version))
+            self.begun.append((request.id, asked.version))
         if not request.sampling.temperature:
             fresh["logprob"] = 0.0  # the server's is that of a temperature of 1
         asked.row = replace(asked.row, sampled=np.concatenate([asked.row.sampled, fresh]))

@@ -10,8 +10,6 @@ use, so a decode step reads the cache in place, as a slice, without a gather. Ke
 38 tokens on two cores).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +70,7 @@ class Arena:
             self.values[layer][:kept_rows, :, :kept_tokens] = values[:kept_rows, :, :kept_tokens]
         self.num_rows, self.capacity = rows, capacity
 
-    def copy(self, other: Arena, source: int, start: int, end: int, num_tokens: int) -> None:
+    def copy(self, other: "Arena", source: int, start: int, end: int, num_tokens: int) -> None:
         """Copy the first `num_tokens` of row `source` of `other` into rows `start` to `end`."""
         for mine, theirs in zip(self.keys, other.keys, strict=True):
             mine[start:end, ..., :num_tokens] = theirs[source, ..., :num_tokens]

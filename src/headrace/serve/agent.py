@@ -232,11 +232,8 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
     with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(text.encode())
         given.seek(0)
-        starting = asyncio.create_task(
-            asyncio.create_subprocess_exec(
-                *shlex.split(command), stdin=given, stdout=out, stderr=err, env=env, start_new_session=True
-            )
-        )
+        own: dict[str, Any] = {"stdin": given, "stdout": out, "stderr": err, "env": env, "start_new_session": True}
+        starting = asyncio.create_task(asyncio.create_subprocess_exec(*shlex.split(command), **own))
         try:
             process = await asyncio.shield(starting)
             await process.wait()
