@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from rank_work import on_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -130,6 +131,19 @@ def test_same_model_as_its_safetensors_and_back(model, tmp_path):
     for policy in (from_gguf, saved):
         ids = policy.tokenizer.apply_chat_template([{"role": "user", "content": "7"}], return_dict=False)
         assert policy.tokenizer.convert_ids_to_tokens(ids) == ["<|im_start|>", "7", "<|im_end|>"]
+
+
+def of_a_rank(sharding, path):
+    policy = load_policy(ModelSection(path=str(path), device="cpu"), mesh=sharding.mesh)
+    return {name: weight.full_tensor() for name, weight in policy.model.named_parameters()}, policy.eos_ids
+
+
+def test_ranks_share_the_weights_of_a_file(model, tmp_path):
+    path = write(tmp_path / "tiny.gguf", model)
+    expected = load(path)
+    for weights, eos_ids in on_ranks(2, of_a_rank, path):
+        assert all(torch.equal(weights[name], weight) for name, weight in expected.model.named_parameters())
+        assert eos_ids == expected.eos_ids
 
 
 @pytest.mark.parametrize(

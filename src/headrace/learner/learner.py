@@ -36,7 +36,7 @@ if kernels.AVAILABLE or TYPE_CHECKING:
 
 
 class Learner:
-    """Trains `policy` in place; with a `sharding`, over whose ranks it is sharded, together with the others."""
+    """Trains `policy` in place; one that is sharded with the other ranks of its `sharding`."""
 
     def __init__(
         self,

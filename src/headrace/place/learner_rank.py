@@ -199,7 +199,7 @@ class LearnerRank:
 
 
 def policy_of(device: DeviceThread, config: Config, mesh: DeviceMesh | None = None) -> Policy:
-    """The policy, with adapters if they are what is trained, sharded over `mesh`. Sets the threads of `device`."""
+    """The policy, with adapters if those are trained, over `mesh`. Sets the threads of `device`."""
     model = config.model
     if model.threads:
         torch.set_num_threads(model.threads)

@@ -57,7 +57,7 @@ class Policy:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False, shards: Shards | None = None) -> None:
-        """With the `shards` of a model, every rank takes part in every pass, the checks here among them."""
+        """With `shards` of the model every rank takes part in every pass, also in those made here."""
         refuse_unsupported(model)
         self.model, self.tokenizer, self.name = model, tokenizer, type(model).__name__
         self.config = model.config.get_text_config()
@@ -161,7 +161,7 @@ class Policy:
         return Policy(model, self.tokenizer, exact=self.exact, shards=shards)
 
     def held(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Names and weights, of a sharded model the parts that are held here: what an optimizer changes."""
+        """What an optimizer changes: weights by name, of a sharded model the parts held here."""
         return self.model.named_parameters() if self.shards is None else self.shards.held.items()
 
     def checkpoint_activations(self) -> None:
@@ -205,8 +205,8 @@ class Policy:
         on_gpu, half = self.device.type == "cuda", self.dtype in (torch.bfloat16, torch.float16)
         if on_gpu and self.shards is not None:
             raise ModelError(
-                "model.exact = true and several learner ranks: on a GPU a sharded policy does not compute "
-                "with the batch-invariant kernels; set model.exact = false, or learner.ranks = 1"
+                "model.exact = true and several learner ranks: on a GPU a sharded policy does not "
+                "compute with the batch-invariant kernels; set model.exact = false, or learner.ranks = 1"
             )
         if half is not on_gpu:
             raise ModelError(
@@ -243,7 +243,7 @@ def resolve_device(name: str) -> torch.device:
 def load_policy(
     section: ModelSection, learner: LearnerSection | None = None, seed: int = 0, mesh: DeviceMesh | None = None
 ) -> Policy:
-    """Load a model directory or GGUF file. With the adapters that `learner` trains, if any; `seed` is theirs.
+    """Load a model directory or GGUF file, with the adapters that `learner` trains (`seed` is theirs).
 
     With a `mesh` the weights are sharded over its ranks, all of which must call this.
     """
@@ -266,8 +266,8 @@ def load_policy(
             load = load_optional(*GGUF).gguf_model if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained
             model, info = load(path, dtype=dtype, output_loading_info=True, **NOTHING_FOREIGN)
         if missing := sorted(info["missing_keys"]):  # `transformers` makes them up
-            kind = type(model).__name__
-            raise ModelError(f"{path} lacks {len(missing)} of the weights of {kind}, such as {missing[0]}")
+            lacks = f"{len(missing)} of the weights of {type(model).__name__}"
+            raise ModelError(f"{path} lacks {lacks}, such as {missing[0]}")
         return model
 
     if mesh is None:
@@ -282,8 +282,8 @@ def load_policy(
 
 def _empty(path: Path, dtype: torch.dtype) -> Any:
     """The model at `path`, with weights that nobody trained."""
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name} if path.suffix == ".gguf" else {}
-    config = AutoConfig.from_pretrained(**where or {"pretrained_model_name_or_path": path}, **NOTHING_FOREIGN)
+    directory, file = (path.parent, path.name) if path.suffix == ".gguf" else (path, None)
+    config = AutoConfig.from_pretrained(directory, gguf_file=file, **NOTHING_FOREIGN)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if (path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(path)

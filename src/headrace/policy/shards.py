@@ -1,8 +1,8 @@
 """A model whose weights are sharded over several ranks (FSDP): each holds a part of every matrix.
 
 No rank ever holds the whole model: it is built without memory (torch's meta device), cut, and then
-filled, by each rank with its own part. A layer's weights are gathered while it is computed and freed
-again; embedding and head stay for the whole pass. Shards of trained weights are the optimizer's
+filled, by each rank with its own part. A layer's weights are gathered while it is computed and
+freed again; embedding and head stay for the whole pass. Shards of trained weights are the optimizer's
 master weights, so in float32 whatever the precision of the model, and are rounded when gathered.
 Gradients are summed over the ranks in float32, layer by layer in every backward pass; each rank
 keeps those of its part.
@@ -74,26 +74,26 @@ class Shards:
 
     @torch.no_grad()
     def read(self, directory: Path) -> bool:
-        """Fill the weights with their parts of a model's files, if those have just these names and shapes."""
+        """Fill the parts from a model's files, if these have just its names and shapes."""
         kept = self.model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
-        wanted, known = self.weights | buffers, sizes_in(directory)
+        wanted, known = self.weights | buffers, sizes_in(directory) if directory.is_dir() else {}
         if any(known.get(name) != tensor.shape for name, tensor in wanted.items()):
             return False
         read_tensors(directory, wanted)
         for part in self.held.values():
-            part.copy_(part.to(self.dtype))  # masters begin at what the precision of the model can say
+            part.copy_(part.to(self.dtype))  # masters begin at what the model can hold
         for module in self.model.modules():
             if next(module.buffers(recurse=False), None) is not None:
-                self.model._init_weights(module)  # computes what is in no file: the frequencies of RoPE
+                self.model._init_weights(module)  # what is in no file: the frequencies of RoPE
         return True
 
     @torch.no_grad()
     def fill(self, whole: Mapping[str, Tensor] | None) -> None:
-        """From the weights and buffers that the first rank has; the others, which give None, get their parts."""
+        """Fill the parts from the weights and buffers that the first rank gives, and only it."""
         for name, into in (self.weights | dict(self.model.named_buffers())).items():
-            given = torch.empty(into.shape, dtype=into.dtype) if whole is None else whole[name].detach().to(into.dtype)
-            given = given.to(self.device).contiguous()
+            given = torch.empty(into.shape) if whole is None else whole[name].detach()
+            given = given.to(self.device, into.dtype).contiguous()
             dist.broadcast(given, group=self._mesh.get_group(), group_src=0)
             if isinstance(into, DTensor):
                 given = distribute_tensor(given, self._mesh, into.placements, src_data_rank=None).to_local()
@@ -123,7 +123,7 @@ class Shards:
                 self.held[name].grad, parameter.grad = parameter.grad.to_local(), None
 
     def as_part(self, name: str, part: Tensor) -> Tensor:
-        """`part`, of the shard of `name` that is held here, as a DTensor of the whole; a number as it is."""
+        """`part` of the shard of `name` as a DTensor of the whole; a number as it is."""
         if not part.ndim:
             return part
         weight = self.weights[name]
