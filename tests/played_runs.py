@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -421,7 +422,8 @@ class Process:
             on_drop=books.dropped,
         )
         self.actor = Actor(world, self.ledger, self.buffer.begin)
-        publisher = SimpleNamespace(commit=lambda version: setattr(self.actor, "version", version), moved_bytes=0)
+        take = partial(setattr, self.actor, "version")
+        publisher = SimpleNamespace(commit=take, offer=take, pending=None, moved_bytes=0)
         stages: dict[str, Any] = {
             "prompts": self.prompts,
             "pool": self.actor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ from headrace.ledger.recovery import Recovery
 from headrace.loop.loop import Loop
 from headrace.measured import Row
 from headrace.place.place import Place
+from headrace.publish.disk import DiskReceiver
+from headrace.publish.encoding import Payload
+from headrace.types import Ticket
 
 IN_TURNS = ("place.layout=colocated", "publish.encoding=delta", "publish.transport=collective")
 ON_RAY = ("place.cluster=ray", "rollout.workers=2", "learner.ranks=2")
@@ -123,3 +127,11 @@ def begun_here(workshop: Workshop, name: str, stop_at: int) -> Path:
 def kill(worker: Any) -> None:
     worker.wait_ready()  # its process is known
     os.kill(worker.pid, signal.SIGKILL)
+
+
+class SlowReceiver(DiskReceiver):
+    """Takes a second for every version."""
+
+    def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
+        time.sleep(1.0)
+        return super().fetch(ticket, timeout_s)

@@ -205,11 +205,11 @@ async def test_a_group_that_comes_too_late_is_not_buffered():
 
 async def test_held_admission():
     buffer, _ = make(max_lag=0)
-    await buffer.hold(True)
+    buffer.hold()
     waiting = asyncio.create_task(buffer.admit())
     assert await soon(asyncio.sleep(0, "a while")) == "a while"
     assert not waiting.done()
-    await buffer.hold(False)
+    await buffer.release()
     assert await waiting == 2
 
 

@@ -21,11 +21,11 @@ LEARNING = StageTimes(rollout=4, reward=1, reference=1, train=10, publish=2)  # 
         (SEVEN_B, Placement.COLOCATED, 42),  # 30 + 3 + 8 + 1
         (SEVEN_B, Placement.STREAMED, 42),  # the same, when all groups end together
         (SEVEN_B, Placement.OVERLAPPED, 34),  # max(30 + 3, 8) + 1
-        (SEVEN_B, Placement.ASYNCHRONOUS, 30),  # max(30, 0, 3 + 8 + 1)
+        (SEVEN_B, Placement.ASYNCHRONOUS, 30),  # max(30, 0, 3 + 8, 1)
         (LEARNING, Placement.COLOCATED, 18),  # 4 + 1 + 1 + 10 + 2
         (LEARNING, Placement.STREAMED, 18),
         (LEARNING, Placement.OVERLAPPED, 12),  # max(6, 10) + 2
-        (LEARNING, Placement.ASYNCHRONOUS, 13),  # max(4, 1, 1 + 10 + 2)
+        (LEARNING, Placement.ASYNCHRONOUS, 11),  # max(4, 1, 1 + 10, 2)
         (StageTimes(rollout=5, reward=9, train=3, publish=1), Placement.ASYNCHRONOUS, 9),
     ],
 )
@@ -54,8 +54,9 @@ def test_the_exposed_seconds_add_up_to_the_step(placement: Placement):
         (StageTimes(rollout=4, reward=5, reference=1, train=9), Placement.OVERLAPPED, "reward"),
         (StageTimes(rollout=4, reward=5, reference=1, train=9), Placement.COLOCATED, "train"),
         (StageTimes(rollout=3, train=4, publish=6), Placement.OVERLAPPED, "publish"),
-        # the learner computes the reference and waits for publishing: 4 + 6 + 4 s, though rollout's 13 s is the longest
-        (StageTimes(rollout=13, reference=4, train=6, publish=4), Placement.ASYNCHRONOUS, "train"),
+        # the learner computes the reference: 8 + 6 s, though rollout's 13 s is the longest; weights travel meanwhile
+        (StageTimes(rollout=13, reference=6, train=8, publish=4), Placement.ASYNCHRONOUS, "train"),
+        (StageTimes(rollout=3, reference=1, train=4, publish=6), Placement.ASYNCHRONOUS, "publish"),
     ],
 )
 def test_the_stage_that_binds_is_the_one_that_adds_most(times: StageTimes, placement: Placement, stage: str):

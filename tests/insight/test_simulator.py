@@ -94,20 +94,20 @@ def test_colocated_is_the_sum_of_the_stages(max_lag: int):
     [(0, 3, 8, 1), (40, 3, 8, 1), (10, 36, 8, 1), (10, 3, 50, 1), (10, 3, 8, 60), (0, 20, 20, 20)],
 )
 def test_fully_asynchronous_is_the_slowest_side(reward_s: float, reference_s: float, train_s: float, publish_s: float):
-    """Generation, scoring, and the learner, which computes the reference and waits until its weights are published."""
+    """Generation, scoring, the learner, which computes the reference, too, and the way of its weights."""
     work = replace(WORK, reward_s=LogNormal(mean=reward_s / 16))
     one = machine(train_s=train_s, reference_s=reference_s, publish_s=publish_s, reward_workers=1)
     run = simulate(work, one, max_lag=8, steps=40)
     times = StageTimes(rollout=ROLLOUT_S, reward=reward_s, reference=reference_s, train=train_s, publish=publish_s)
-    assert run.step_s == pytest.approx(step_s(times, Placement.ASYNCHRONOUS), rel=1e-3)
+    assert run.step_s == pytest.approx(step_s(times, Placement.ASYNCHRONOUS), rel=0.01)
     assert run.learner_busy == pytest.approx((reference_s + train_s) / run.step_s, rel=0.1)
 
 
 def test_with_one_version_of_lag_a_batch_is_generated_while_another_is_trained_on():
-    """Batch by batch, 30 s to generate and 5 s for verdicts, against 3 + 8 + 1 s of the learner."""
+    """Batch by batch, 30 s to generate and 5 s for verdicts, against 3 + 8 s of the learner."""
     work = replace(WORK, reward_s=LogNormal(mean=5.0))
     assert simulate(work, machine(batchwise=True), max_lag=1, steps=8).step_s == pytest.approx(30 + 5)
-    assert simulate(work, machine(batchwise=True, train_s=50.0), max_lag=1, steps=8).step_s == pytest.approx(54)
+    assert simulate(work, machine(batchwise=True, train_s=50.0), max_lag=1, steps=8).step_s == pytest.approx(53)
 
 
 def test_at_lag_zero_training_hides_behind_generation_only_as_far_as_groups_come_early():

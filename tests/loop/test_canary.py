@@ -17,7 +17,7 @@ from headrace.runs.audit import audit
 
 def spoil_step(place: Place, loop: Loop, step: int, value: float) -> None:
     """The learner's weights are copied for the engine, and the copy of one step is damaged."""
-    forward, commit = rank_of(place).policy.logits, loop.stages.publisher.commit
+    forward, offer = rank_of(place).policy.logits, loop.stages.publisher.offer
     damaged = False
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
@@ -27,10 +27,10 @@ def spoil_step(place: Place, loop: Loop, step: int, value: float) -> None:
     def damaging(version: int) -> None:
         nonlocal damaged
         damaged = version >= step
-        commit(version)
+        offer(version)
 
     rank_of(place).policy.logits = logits  # type: ignore[method-assign]
-    loop.stages.publisher.commit = damaging  # type: ignore[method-assign]
+    loop.stages.publisher.offer = damaging  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("value", [1.5, float("nan")])

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from forked_cluster import ForkedCluster
-from ray_runs import IN_TURNS, ON_RAY, assert_same_result, begun_here, kill, train, trained_tokens
-from tiny_runs import Workshop
+from ray_runs import IN_TURNS, ON_RAY, SlowReceiver, assert_same_result, begun_here, kill, train, trained_tokens
+from tiny_runs import Workshop, select
 
 from headrace import api
 from headrace.errors import RunError
 from headrace.ledger.files import run_config, scale
 from headrace.measured import Row
 from headrace.place.place import Place
+from headrace.publish.disk import DiskSender
 from headrace.runs.audit import audit, books
 
 DISK = "publish.transport=disk"
@@ -126,3 +128,20 @@ def test_a_run_goes_on_elsewhere(workshop: Workshop, local_run: Path):
     assert audit(run_dir) == []
     assert run_config(run_dir).learner.ranks == 2
     assert_same_result(run_dir, local_run, attempt=2)
+
+
+def test_the_learner_goes_on_while_its_weights_travel(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    sending = partial(DiskSender, workshop.directory / "travel" / "published")
+    monkeypatch.setattr("headrace.place.place._ends", lambda *of_run: (sending, SlowReceiver))
+    run = train(
+        workshop, "travel", DISK, "place.cluster=ray", "loop.max_lag=2", "loop.steps=5", monkeypatch=monkeypatch
+    )
+    assert [row.step for row in run.rows] == [1, 2, 3, 4, 5]
+    assert max(row.lag_max for row in run.rows) <= 2
+    assert audit(run.run_dir) == []
+    spans = select(run.run_dir, "SELECT stage, detail, start_s, end_s FROM spans")
+    passes = [(start, end) for stage, detail, start, end in spans if stage == "train" and detail]
+    travels = [(start, end) for stage, _, start, end in spans if stage == "publish" and end - start > 0.9]
+    assert len(travels) >= 5
+    beside = [one for one in passes if any(start < one[0] and one[1] < end for start, end in travels)]
+    assert len(beside) > len(passes) / 2  # most groups were there already

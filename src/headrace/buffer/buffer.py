@@ -329,10 +329,13 @@ class Buffer:
             self._changed.notify_all()
             return self.policy.abort(self.in_flight, version=version)
 
-    async def hold(self, held: bool) -> None:
-        """Stop or resume admission, so that an engine can drain before its weights change."""
+    def hold(self) -> None:
+        """Admit nothing until `release`: an engine drains, or its new weights are on their way."""
+        self._held = True
+
+    async def release(self) -> None:
         async with self._changed:
-            self._held = held
+            self._held = False
             self._changed.notify_all()
 
     def clear(self) -> list[Group]:

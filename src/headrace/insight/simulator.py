@@ -160,7 +160,7 @@ class _Simulation:
     def __init__(self, workload: Workload, machine: Machine, max_lag: int, seed: int) -> None:
         self.workload, self.machine, self.max_lag = workload, machine, max_lag
         self.loop = asyncio.get_running_loop()
-        self.version = 0
+        self.version = self.published = 0  # the learner's, and that of the engines
         self._rng = np.random.default_rng(seed)
         section = BufferSection(drop_overlong=workload.drop_overlong, drop_no_signal=workload.samples > 1)
         policy = LagPolicy(
@@ -225,8 +225,8 @@ class _Simulation:
 
     def _on_begin(self, group: _UnderWay) -> None:
         if group.version < 0:
-            group.version = self.version
-            self.buffer.begin(group.serial, self.version)
+            group.version = self.published
+            self.buffer.begin(group.serial, self.published)
 
     def _on_end(self, group: _UnderWay, length: int) -> None:
         """An answer is complete: it is scored at once, whatever its group does."""
@@ -285,16 +285,28 @@ class _Simulation:
     # ---- learning
 
     async def _learn(self, steps: int) -> None:
+        publishing = self._tasks.create_task(asyncio.sleep(0))
         for _ in range(steps):
             taken = await self._accumulate()
+            await publishing  # one version travels at a time
             await self._work("train", self.machine.optimizer_s)
-            await self._work("publish", self.machine.publish_s)
             self.version += 1
+            self.buffer.hold()
+            publishing = self._tasks.create_task(self._publish(self.version))
+            if self.machine.colocated:
+                await publishing
             if self.machine.host_s:
                 await asyncio.sleep(self.machine.host_s)
             self._book(taken)
             for serial in await self.buffer.settle(self.version):
                 await self._abort(serial)
+
+        await publishing
+
+    async def _publish(self, version: int) -> None:
+        await self._work("publish", self.machine.publish_s)
+        self.published = version
+        await self.buffer.release()
 
     async def _accumulate(self) -> list[Group]:
         machine, prompt_tokens = self.machine, self.workload.prompt_tokens

@@ -139,7 +139,7 @@ _CHAINS: dict[Placement, tuple[tuple[str, ...], ...]] = {
     Placement.COLOCATED: (STAGES,),
     Placement.STREAMED: (STAGES,),
     Placement.OVERLAPPED: (("rollout", "reward", "reference", "publish"), ("train", "publish")),
-    Placement.ASYNCHRONOUS: (("rollout",), ("reward",), ("reference", "train", "publish")),
+    Placement.ASYNCHRONOUS: (("rollout",), ("reward",), ("reference", "train"), ("publish",)),
 }
 
 
@@ -149,7 +149,7 @@ def exposed(times: StageTimes, placement: Placement) -> StageTimes:
     colocated       τR + τV + τref + τT + τS
     streamed        the same sum, if all groups end together; less, the more evenly they end
     overlapped      max(τR + τV + τref, τT) + τS
-    asynchronous    max(τR, τV, τref + τT + τS)
+    asynchronous    max(τR, τV, τref + τT, τS)
 
     With no lag allowed a strict max is impossible: no answer may be sampled before the last update,
     and no update made before the last answer, so rollout and training of one step follow each
@@ -158,7 +158,7 @@ def exposed(times: StageTimes, placement: Placement) -> StageTimes:
     the next step's answers need not wait for the update. `overlapped` is generation batch by batch
     with the reference on its side, as in most systems. With more lag the slowest side sets the
     pace; there the sides are those of this system, whose learner computes the reference's log-probs
-    and waits until its weights are published.
+    and goes on while its weights travel.
     """
     for stage in STAGES:
         seconds = getattr(times, stage)

@@ -1,7 +1,8 @@
-"""The loop: two coroutines that meet in the buffer. Read this and you have read the system.
+"""The loop: three coroutines that meet in the buffer. Read this and you have read the system.
 
     produce   draws prompts, generates, scores      waits for: room in the buffer
-    learn     trains, publishes, books a row        waits for: groups in the buffer
+    learn     trains, books a row, offers weights   waits for: groups in the buffer
+    deliver   brings them to the rollout workers    waits for: an offer
 
 The buffer decides how far `produce` may run ahead of `learn`: at most `max_lag` versions
 (staleness). So synchronous, overlapped and fully asynchronous training are this one loop with
@@ -51,6 +52,7 @@ class Loop:
         self._taken: list[Group] = []  # the groups of the present step
         self._learning: asyncio.Task[None] | None = None
         self._writing: asyncio.Task[None] | None = None
+        self._offered: asyncio.Queue[int] = asyncio.Queue()  # versions that `deliver` has not brought yet
         self._skipped = 0  # the latest steps that were skipped, in a row
 
     @property
@@ -73,10 +75,12 @@ class Loop:
         producing = asyncio.create_task(self.produce())
         self._learning = asyncio.create_task(self.learn())
         sampling = asyncio.create_task(self.stages.pool.run())
-        tasks = (sampling, self._learning, producing)  # a failure of `sampling` makes the others fail
+        delivering = asyncio.create_task(self.deliver())
+        # a failure of `sampling` makes the others fail
+        tasks = (sampling, self._learning, producing, delivering)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            await self._end(sampling, producing)
+            await self._end(sampling, producing, delivering)
             await self._written()
         except asyncio.CancelledError:
             self.ending.become(State.ABANDONED)
@@ -106,17 +110,38 @@ class Loop:
                     for _ in range(room):
                         tasks.create_task(self.groups.start(*prompts.next()))
 
+    async def deliver(self) -> None:
+        """Bring each version to the workers while the learner goes on; then new groups may start."""
+        while True:
+            await self._deliver(await self._offered.get())
+            await self.stages.buffer.release()
+            self._offered.task_done()
+
+    async def _deliver(self, version: int) -> None:
+        stages = self.stages
+        with stages.clock.span("publish", version=version):
+            while not await beside(stages.publisher.deliver):
+                await stages.device.run(stages.publisher.offer, version)
+            await stages.device.run(stages.canary.check, version)
+
     async def learn(self) -> None:
-        """Train on groups of the buffer, publish, and only then let new groups start."""
+        """Train on groups of the buffer and offer the new weights."""
         for step in range(self.version + 1, self.config.loop.steps + 1):
             await self._accumulate()
             self.stages.ledger.step_begins(step, self._taken)
             stats = await self._update()
+            travels = self.stages.publisher.pending is not None
+            if travels:
+                self.stages.buffer.hold()  # a group that starts before it arrives would be older
+                self._offered.put_nowait(step)
             taken, self._taken = self._taken, []
             row = await self.conclude(step, taken, stats)
             last = self.over
             if last:
-                await self.stages.buffer.hold(True)  # a group that starts now is never trained on
+                await self._offered.join()
+                self.stages.buffer.hold()  # a group that starts now is never trained on
+            elif not travels:
+                await self.stages.buffer.release()
             self.stages.answers.abort(await self.stages.buffer.settle(self.version))
             self.on_row(row)
             self._check_skipped(row)
@@ -138,10 +163,10 @@ class Loop:
             self._taken.append(group)
             await self._add(group)
         await self._train_on(stages.ranks.intake.rest())
+        await self._offered.join()  # one version travels at a time
         if self.config.rollout.on_update == "drain":
-            await stages.buffer.hold(True)
+            stages.buffer.hold()
             await stages.answers.drain()
-            await stages.buffer.hold(False)
 
     async def _add(self, group: Group) -> None:
         ranks, references = self.stages.ranks, None
@@ -181,8 +206,9 @@ class Loop:
                 stages.pool.release_cache()
             stats = stages.ranks.finish()
         with stages.clock.span("publish", version=version + 1):
-            stages.publisher.commit(version + 1)
-            stages.canary.check(version + 1)
+            stages.publisher.offer(version + 1)
+            if stages.publisher.pending is None:
+                stages.canary.check(version + 1)
         stages.books.reached(version + 1)
         return stats
 
@@ -206,6 +232,7 @@ class Loop:
         if not every or step % every or step == config.loop.steps or self.ending.orderly:
             return None
         try:
+            await self._offered.join()
             return await evaluate(stages.answers, stages.scorer, stages.prompts.held_out, config)
         except asyncio.CancelledError:
             if not self.ending.orderly:
@@ -226,7 +253,10 @@ class Loop:
         for group in groups:
             await self._add(group)
         await self._train_on(self.stages.ranks.intake.rest())
-        return await self._update()
+        stats = await self._update()
+        if self.stages.publisher.pending is not None:
+            await self._deliver(self.version)
+        return stats
 
     # ---- checkpoints
 
@@ -260,13 +290,17 @@ class Loop:
 
     # ---- the end
 
-    async def _end(self, sampling: asyncio.Task[None], producing: asyncio.Task[None]) -> None:
+    async def _end(
+        self, sampling: asyncio.Task[None], producing: asyncio.Task[None], delivering: asyncio.Task[None]
+    ) -> None:
         """End all tasks; what is left behind depends on the `State` (see ending.py)."""
         self.ending.begin()
         assert self._learning is not None
         self._learning.cancel()
         await asyncio.wait([self._learning])
-        await self.stages.buffer.hold(True)
+        delivered = asyncio.create_task(self._offered.join())
+        await asyncio.wait([delivering, delivered], return_when=asyncio.FIRST_COMPLETED)
+        self.stages.buffer.hold()
         complete = self.ending.state is State.COMPLETE
         if self.ending.state is State.INTERRUPTED and not sampling.done():
             await self._written()  # else `checkpoint` leaves this one out
@@ -275,9 +309,9 @@ class Loop:
             await self.groups.abort(sampling, producing)
         else:
             self.stages.pool.close()  # tokens sampled from here on are lost
-        for task in (producing, sampling):
+        for task in (producing, sampling, delivering, delivered):
             task.cancel()
-        await asyncio.wait([producing, sampling])
+        await asyncio.wait([producing, sampling, delivering, delivered])
         if complete:
             self._drop_buffered()
         self.rows.flush()

@@ -1,9 +1,10 @@
 """New weights from the learner's ranks to the samplers, as one transaction.
 
-First all workers stage a version: they fetch and verify it. Then all commit it: they sample with
-it. A worker that fails is given up; its answers are sampled elsewhere, and a new worker catches up.
-If no worker gets the version, all keep the old one. Where engine and learner share one copy of the
-weights, nothing is staged: the commit only tells the engine its new version.
+First the ranks offer a version: they gather and encode it. Then, while they train on, it is
+delivered: all workers stage it (fetch and verify), and then all commit it (sample with it). A
+worker that fails is given up; its answers are sampled elsewhere, and a new worker catches up. If no
+worker gets the version, all keep the old one. Where engine and learner share one copy of the
+weights, nothing is to be delivered: the offer tells the engine its new version.
 """
 
 import threading
@@ -27,7 +28,7 @@ GRACE_S = 10.0  # beyond the workers' own time limit, so that they can say what 
 
 @dataclass(eq=False)
 class WeightPublisher:
-    """Publishes in the device thread. Workers join or leave in other threads, between commits."""
+    """Versions are offered in the device thread. Workers join or leave in others, between deliveries."""
 
     ranks: Ranks
     clock: StageClock
@@ -35,19 +36,64 @@ class WeightPublisher:
     workers: Callable[[], list[Worker[Sampler]]]
     give_up: Callable[[Worker[Sampler], str], None]  # and why
     version: int | None = None
+    pending: Ticket | None = None  # offered, to be delivered
     moved_bytes: int = 0
+    _receivers: list[Worker[Sampler]] = field(default_factory=list)  # of what is offered
+    _tries: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def commit(self, version: int) -> None:
-        """Publish the learner's weights as `version`; returns once all workers sample with it."""
+        """Offer and deliver; returns once all workers sample with `version`."""
+        self.offer(version)
+        while not self.deliver():
+            self.offer(version)
+
+    def offer(self, version: int) -> None:
+        """Make the learner's weights of this moment ready as `version`."""
         with self._lock:
-            workers, failed = self._staged_by_all(version), Failed()
-            received = self._results({w: w.ask(Sampler.commit, version) for w in workers}, failed)
-            for worker, why in failed.items():
+            self._receivers = self.workers()
+            nodes = [worker.node for worker in self._receivers]
+            offers = [rank.ask(Trainer.offer, version, nodes) for rank in self.ranks.ranks]
+            self.pending = self.ranks.gather(offers)[0]
+            if self.pending is None:  # engine and learner share one copy of the weights
+                self._commit(version, self._receivers)
+            else:
+                self.moved_bytes = self.pending.manifest.num_bytes * len(nodes)
+
+    def deliver(self) -> bool:
+        """Bring what is offered to all workers, in any thread. False: it must be offered again."""
+        with self._lock:
+            ticket, workers = self.pending, self._receivers
+            if ticket is None:
+                return True
+            if workers != self.workers():
+                return False
+            failed = self._send(ticket, workers)
+            dead = {w: why for w, why in failed.items() if isinstance(why, WorkerLostError)}
+            for worker, why in (dead or failed).items():  # a dead worker makes others fail, too
                 self.give_up(worker, str(why))
-            (times,) = self.ranks.gather([self.ranks.first.ask(Trainer.offered, version)])
-            self.version = version
-        self._book(version, with_receivers(times, received), len(workers))
+            if not workers or (len(failed) < len(workers) and not (dead and len(failed) > len(dead))):
+                # none may be left: new ones catch up
+                self._commit(ticket.version, [worker for worker in workers if worker not in failed])
+                self.pending, self._tries = None, 0
+                return True
+            self.ranks.gather([self.ranks.first.ask(Trainer.withdraw, ticket.version)])
+            for worker in self.workers():
+                worker.ask(Sampler.abandon, ticket.version)
+            self._tries += 1
+            if self._tries < TRIES:
+                return False
+        reasons = "; ".join(f"{worker.name}: {why}" for worker, why in failed.items())
+        raise PublishError(f"version {ticket.version} was not published, and the old one stays: {reasons}")
+
+    def _commit(self, version: int, workers: Sequence[Worker[Sampler]]) -> None:
+        failed = Failed()
+        received = self._results({w: w.ask(Sampler.commit, version) for w in workers}, failed)
+        for worker, why in failed.items():
+            self.give_up(worker, str(why))
+        (times,) = self.ranks.gather([self.ranks.first.ask(Trainer.offered, version)])
+        self.version = version
+        self._book(version, with_receivers(times, received))
 
     def add_receiver(self, worker: Worker[Sampler], admit: Callable[[Worker[Sampler]], None]) -> None:
         """Bring a new worker to the published version, then `admit` it.
@@ -58,37 +104,16 @@ class WeightPublisher:
             if self.version is not None:
                 (tickets,) = self.ranks.gather([self.ranks.first.ask(Trainer.catch_up, [worker.node])])
                 for ticket in tickets:
-                    self._deliver(ticket, [worker])
+                    self._send(ticket, [worker])
                     worker.ask(Sampler.commit, ticket.version).result(self.timeout_s + GRACE_S)
             admit(worker)
 
     def remove_receiver(self, worker: Worker[Sampler], leave: Callable[[Worker[Sampler]], None]) -> None:
-        """Let a worker `leave` between two commits: during one it would count as lost."""
+        """Let a worker `leave` between two deliveries: during one it would count as lost."""
         with self._lock:
             leave(worker)
 
-    def _staged_by_all(self, version: int) -> list[Worker[Sampler]]:
-        """The workers that hold `version`, verified. None may be left: new ones catch up."""
-        for _ in range(TRIES):
-            workers = self.workers()
-            nodes = [worker.node for worker in workers]
-            offers = [rank.ask(Trainer.offer, version, nodes) for rank in self.ranks.ranks]
-            ticket = self.ranks.gather(offers)[0]
-            if ticket is None:  # engine and learner share one copy of the weights
-                return workers
-            failed = self._deliver(ticket, workers)
-            dead = {w: why for w, why in failed.items() if isinstance(why, WorkerLostError)}
-            for worker, why in (dead or failed).items():  # a dead worker makes others fail, too
-                self.give_up(worker, str(why))
-            if not workers or (len(failed) < len(workers) and not (dead and len(failed) > len(dead))):
-                return [worker for worker in workers if worker not in failed]
-            self.ranks.gather([self.ranks.first.ask(Trainer.withdraw, version)])
-            for worker in self.workers():
-                worker.ask(Sampler.abandon, version)
-        reasons = "; ".join(f"{worker.name}: {why}" for worker, why in failed.items())
-        raise PublishError(f"version {version} was not published, and the old one stays: {reasons}")
-
-    def _deliver(self, ticket: Ticket, workers: Sequence[Worker[Sampler]]) -> Failed:
+    def _send(self, ticket: Ticket, workers: Sequence[Worker[Sampler]]) -> Failed:
         """Send the ticket's version to `workers`; returns those that did not get it, and why."""
         sending = self.ranks.first.ask(Trainer.send, ticket, self.timeout_s)
         failed: Failed = {}
@@ -112,8 +137,7 @@ class WeightPublisher:
                 failed[worker] = error
         return found
 
-    def _book(self, version: int, times: PublishTimes, num_workers: int) -> None:
-        self.moved_bytes = times.transfer_bytes * num_workers
+    def _book(self, version: int, times: PublishTimes) -> None:
         if not times.total_s:  # engine and learner share one copy of the weights
             return
         end_s = self.clock.now() - times.total_s
