@@ -318,3 +318,14 @@ def test_a_group_that_an_interrupt_cuts_short_is_trained_on_whole(tmp_path: Path
     play_to_the_end(Process(world, resumed=True))
     with Ledger.open(tmp_path) as books:
         assert books.totals().trained.trajectories == SAMPLES
+
+
+def test_an_interrupt_before_the_first_step_leaves_nothing_begun(tmp_path: Path):
+    chosen: dict[str, Any] = {"max_lag": 0, "groups_per_step": 1, "kinds": ("dull", GOOD), "rule": "requeue"}
+    worlds = [World(run_dir=tmp_path / name, skipped=set(), steps=4, exact=True, **chosen) for name in ("a", "b")]
+    broken, unbroken = (Process(world, resumed=False) for world in worlds)
+    play_to_the_end(unbroken)
+    broken.do(broken.loop.interrupt)  # while the weights are checked
+    play_to_the_end(broken)
+    play_to_the_end(Process(worlds[0], resumed=True))
+    assert steps_of(worlds[0]) == steps_of(worlds[1]) == [[1], [3], [5], [7]]

@@ -70,6 +70,8 @@ class Loop:
             self._drop_buffered()
             return
         await self.stages.device.run(self.stages.canary.check, self.version)
+        if self.ending.orderly:  # interrupted meanwhile
+            return
         self.rows.begin()
         # `produce` goes first: the learner waits for what a resumed run starts again
         producing = asyncio.create_task(self.produce())
