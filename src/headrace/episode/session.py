@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from headrace.episode.answer import Tools
-from headrace.episode.chat import Chat, Message
+from headrace.episode.chat import Chat, Message, Messages
 from headrace.episode.tree import context, indices, told, turned
 from headrace.errors import ChatError
 from headrace.types import FinishReason, IntArray, Order, Outcome, Sampling, Trajectory, Turn
@@ -96,13 +96,11 @@ class Session:
     def sampled_ids(self, turn: Turn) -> IntArray:
         return self.trajectory.token_ids[turn.start : turn.end]
 
-    def first(self, messages: Sequence[Message], tools: Tools) -> Addition:
+    def first(self, messages: Messages, tools: Tools) -> Addition:
         """The prompt of a chat. What it has in common with an earlier turn is not repeated."""
         return self.beyond(np.array(self.desk.chat.first(messages, tools), np.int32))
 
-    def next(
-        self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
-    ) -> Addition:
+    def next(self, turn: Turn, history: Messages, answer: Message, new: Messages, tools: Tools) -> Addition:
         """Messages after `turn`, the `answer` to `history`; in a new branch if the template rewrites history."""
         try:
             tail = self.desk.chat.append(history, self.sampled_ids(turn).tolist(), answer, new, tools)
