@@ -97,7 +97,7 @@ class RecordFile:
 
     def __init__(self, path: Path, *, prompt_field: str = "prompt") -> None:
         self._path, self._prompt_field = path, prompt_field
-        # Start, size and line of each record, so that memory stays small however long the prompts are.
+        # Start, size and line of each record: memory stays small however long the prompts are.
         self._index = array("q")
         with open_lines(path) as file:
             start = 0
