@@ -158,8 +158,9 @@ class AgentEpisode:
         return self._outcome(conversation, reward)
 
     async def _run(self, conversation: Conversation) -> Parts | None:
+        """An agent is told the prompt's record, but for a worked example."""
         prompt = self.session.order.prompt
-        fields = {name: value for name, value in prompt.fields.items() if name != "worked"}  # no part of the task
+        fields = {name: value for name, value in prompt.fields.items() if name != "worked"}
         task = {**fields, "id": prompt.id, "prompt": prompt.text, "messages": list(prompt.messages)}
         if self._section.agent == "remote":
             await self._agents.front.offer({"id": conversation.id, "task": task, "api_key": self._key})

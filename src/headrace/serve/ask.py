@@ -39,7 +39,7 @@ class RefusedError(Exception):
 
     def __init__(self, text: str, *, status: int = 400, param: str = "", code: str = "", after_s: int = 0) -> None:
         super().__init__(text)
-        self.status, self.param, self.code, self.after_s = status, param, code, after_s
+        self.status, self.param, self.code, self.after_s = status, param or None, code or None, after_s
 
 
 # ---- parts of bodies: each of these raises ValueError if it makes no sense

@@ -76,7 +76,7 @@ def _as_refused(error: Exception) -> RefusedError:
 
 def _explained(refused: RefusedError) -> dict[str, Any]:
     kind = KINDS.get(refused.status, "server_error" if refused.status >= 500 else "invalid_request_error")
-    return {"message": str(refused), "type": kind, "param": refused.param or None, "code": refused.code or None}
+    return {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}
 
 
 def _key(request: Request) -> str:
