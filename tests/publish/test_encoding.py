@@ -15,10 +15,10 @@ from headrace.errors import PublishError
 from headrace.publish.encoding import (
     Encoder,
     Payload,
-    Update,
     cast,
     checksum,
     code_places,
+    decoded,
     read_places,
     verify,
 )
@@ -36,6 +36,11 @@ def encode(maker: Encoder, version: int, tensors: Weights) -> Payload:
     return payload
 
 
+def write(payload: Payload, live: Weights, held: int | None) -> None:
+    for call in list(decoded(payload, live, held)):
+        call()
+
+
 @pytest.mark.parametrize("kind", ["full", "delta", "adapter"])
 def test_a_chain_of_versions_arrives_bit_for_bit(kind: str) -> None:
     truth, maker = weights(), encoder(kind)
@@ -44,7 +49,7 @@ def test_a_chain_of_versions_arrives_bit_for_bit(kind: str) -> None:
         truth = stepped(truth, version, only="lora_" if kind == "adapter" else "")
         payload = encode(maker, version, truth)
         verify(payload)
-        Update(payload, live, held).write()
+        write(payload, live, held)
         held = version
         assert same_bits(live, truth)
     assert payload.manifest.encoding == kind
@@ -57,10 +62,10 @@ def test_signs_of_zeros_and_payloads_of_nans_are_changes_too() -> None:
     after["w"][0] = -0.0
     after["w"].view(torch.int16)[2] += 1
     maker, live = encoder("delta"), copied(before)
-    Update(encode(maker, 1, before), live, None).write()
+    write(encode(maker, 1, before), live, None)
     payload = encode(maker, 2, after)
     assert payload.manifest.tensors[0].num_changed == 2
-    Update(payload, live, 1).write()
+    write(payload, live, 1)
     assert same_bits(live, after)
 
 
@@ -72,7 +77,7 @@ def test_a_delta_starts_from_the_last_committed_version_not_from_one_that_failed
     third = stepped(truth, 3)
     payload = encode(maker, 3, third)
     assert payload.manifest.base == 1
-    Update(payload, live, 1).write()
+    write(payload, live, 1)
     assert same_bits(live, third)
 
 
@@ -83,7 +88,7 @@ def test_a_delta_that_would_be_larger_than_all_weights_is_not_sent_as_one() -> N
     payload = encode(maker, 2, after)
     assert (payload.manifest.encoding, payload.manifest.base) == ("full", None)
     live = copied(truth)
-    Update(payload, live, 1).write()
+    write(payload, live, 1)
     assert same_bits(live, after)
     assert encode(maker, 3, stepped(after, 3)).manifest.base == 2  # the next one is a delta from it
 
@@ -94,7 +99,7 @@ def test_a_version_without_a_change_is_an_empty_delta() -> None:
     payload = encode(maker, 2, truth)
     assert payload.manifest.num_bytes == 0
     live = copied(truth)
-    Update(payload, live, 1).write()
+    write(payload, live, 1)
     assert same_bits(live, truth)
 
 
@@ -106,7 +111,7 @@ def test_the_committed_version_can_be_had_in_full_from_a_chain_of_deltas() -> No
     maker.encode(5, stepped(truth, 5).items())  # not committed
     live, payload = stepped(truth, 9, share=1.0), maker.rebase()
     assert payload.manifest.version == 4
-    Update(payload, live, None).write()
+    write(payload, live, None)
     assert same_bits(live, truth)
 
 
@@ -138,9 +143,9 @@ def test_weights_that_are_views_of_larger_ones_are_encoded_like_any() -> None:
     whole = torch.randn(3, 41).bfloat16()
     views = {"a": whole[1], "b": whole.T}
     maker, live = encoder("delta"), {"a": torch.zeros(41).bfloat16(), "b": torch.zeros(41, 3).bfloat16()}
-    Update(encode(maker, 1, views), live, None).write()
+    write(encode(maker, 1, views), live, None)
     whole[1, 7] = 9.0
-    Update(encode(maker, 2, views), live, 1).write()
+    write(encode(maker, 2, views), live, 1)
     assert same_bits(live, views)
 
 
@@ -171,7 +176,7 @@ def test_what_does_not_fit_the_receiver_is_refused_and_changes_nothing(
     spoil(live)
     before = copied(live)
     with pytest.raises(PublishError, match=message):
-        Update(payload, live, held)
+        write(payload, live, held)
     assert same_bits(live, before)
 
 

@@ -13,6 +13,7 @@ from headrace.types import DropReason, Group, Score, Trajectory
 
 Dropped = list[tuple[Trajectory, str]]
 OnDrop = Callable[[Dropped, Group, bool], None]
+Recent = tuple[int, int]  # groups of the last step and of this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +189,8 @@ class Buffer:
     _taken: int = 0  # groups of the current step
     _missing: int = 0  # groups that the current step does without
     _wave_left: int = 0
-    _begun: tuple[int, int] = (0, 0)  # groups started in the last step and in this one
-    _kept: tuple[int, int] = (0, 0)  # those of them that were buffered
+    _begun: Recent = (0, 0)  # groups started
+    _kept: Recent = (0, 0)  # those of them that were buffered
     _window: int = 0  # groups that may be in flight or buffered
     _idle: int | None = None  # fewest buffered groups since the step began
     _barren: Counter[str] = field(default_factory=Counter)  # drop reasons since the last good group
@@ -199,14 +200,7 @@ class Buffer:
         self._window = self.policy.least_window
 
     def restore(
-        self,
-        *,
-        version: int,
-        wave: int,
-        buffered: list[Group],
-        num_again: int,
-        begun: tuple[int, int] = (0, 0),
-        kept: tuple[int, int] = (0, 0),
+        self, *, version: int, wave: int, buffered: list[Group], num_again: int, begun: Recent, kept: Recent
     ) -> None:
         """Continue a run that ended too soon. Then `num_again` groups are started again; `begun` is without them."""
         self.version, self.wave, self.buffered = version, wave, sorted(buffered, key=self.policy.order)

@@ -7,12 +7,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from headrace.episode.answer import Tools
-from headrace.episode.chat import Chat, Message
+from headrace.episode.chat import Chat, Message, Messages
 from headrace.episode.tree import context, indices, told, turned
 from headrace.errors import ChatError
 from headrace.types import FinishReason, IntArray, Order, Outcome, Sampling, Trajectory, Turn
@@ -24,8 +24,7 @@ class AbortedError(Exception):
     """The episode's group is not wanted any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Addition:
+class Addition(NamedTuple):
     """Tokens that the policy did not sample, to come after a place."""
 
     tokens: IntArray
@@ -96,13 +95,11 @@ class Session:
     def sampled_ids(self, turn: Turn) -> IntArray:
         return self.trajectory.token_ids[turn.start : turn.end]
 
-    def first(self, messages: Sequence[Message], tools: Tools) -> Addition:
+    def first(self, messages: Messages, tools: Tools) -> Addition:
         """The prompt of a chat. What it has in common with an earlier turn is not repeated."""
         return self.beyond(np.array(self.desk.chat.first(messages, tools), np.int32))
 
-    def next(
-        self, turn: Turn, history: Sequence[Message], answer: Message, new: Sequence[Message], tools: Tools
-    ) -> Addition:
+    def next(self, turn: Turn, history: Messages, answer: Message, new: Messages, tools: Tools) -> Addition:
         """Messages after `turn`, the `answer` to `history`; in a new branch if the template rewrites history."""
         try:
             tail = self.desk.chat.append(history, self.sampled_ids(turn).tolist(), answer, new, tools)

@@ -162,7 +162,7 @@ class Ledger(AbstractContextManager["Ledger"]):
                 self.connection.execute(query, (lag, self.step, t.id))
 
     def dropped(self, group: Group, drops: Dropped, *, was_buffered: bool, version: int = 0) -> None:
-        """Book trajectories of `group`, buffered or in flight, as dropped, with their lag behind `version`.
+        """Book trajectories of `group` as dropped, with their lag behind `version`.
 
         If an earlier attempt at the same trajectory was dropped, this one is booked as redone: it
         was generated again only because of a restart.
@@ -349,18 +349,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         query = "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?"
         self.connection.execute(query, (str(state), int(serial), int(number)))
 
-    def transfer(
-        self,
-        debit: str,
-        credit: str,
-        num_tokens: int,
-        num_trajectories: int,
-        *,
-        trajectory_id: str | None = None,
-        lag: int | None = None,
-    ) -> None:
-        """Move an amount from one account to another; a single trajectory has an id and a lag."""
-        of = {"trajectory_id": trajectory_id, "lag": lag}
+    def transfer(self, debit: str, credit: str, num_tokens: int, num_trajectories: int, **of: str | int) -> None:
+        """Move an amount to another account; `of` a trajectory, with `trajectory_id` and `lag`."""
         when = {"at_s": self._clock.now() if self._clock else 0.0, "step": self.step}
         amount = {"tokens": int(num_tokens), "trajectories": int(num_trajectories)}
         journal.insert(self.connection, "transfers", {**when, "debit": debit, "credit": credit, **amount, **of})

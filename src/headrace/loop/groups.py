@@ -33,6 +33,7 @@ from headrace.types import (
 
 R = TypeVar("R")
 Answer = asyncio.Future[Any]  # a trajectory of the engines alone, or an episode's outcome
+Scoring = Callable[[Completion], Awaitable[Score]]
 SoFar = Mapping[int, Trajectory]  # by index, what the answers of a group have sampled
 # A group that a resumed run starts again: serial, attempt, and what it goes on from. Without that,
 # it starts from its prompt, and the ledger does not know the attempt yet.
@@ -40,10 +41,7 @@ Again = tuple[int, int, SoFar | None]
 
 
 async def episode(
-    prompt: Prompt,
-    sampled: Awaitable[Trajectory | Outcome],
-    score: Callable[[Completion], Awaitable[Score]],
-    now: Callable[[], float],
+    prompt: Prompt, sampled: Awaitable[Trajectory | Outcome], score: Scoring, now: Callable[[], float]
 ) -> Outcome:
     """The outcome of one answer to `prompt`; `sampled` is its generation, queued by the caller.
 

@@ -34,7 +34,11 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     await stages.device.run(stages.publisher.commit, checkpoint.version)
     stages.books.reached(checkpoint.version)
     if stages.ranks.uses_reference:
-        await _load_reference(loop, on_note)
+        kept = Checkpoints(ledger.run_dir, 1, REFERENCE).newest(on_note)
+        if kept is None:
+            told = "cannot be read, and learner.kl_coef needs it"
+            raise RunError(f"{ledger.run_dir / REFERENCE} {told}")
+        await stages.device.run(partial(stages.ranks.load, kept.tensors, 0, reference=True))
     redone = await _redo_steps(loop, on_note)
     rule = in_flight_rule(loop.config)
     again, lost = _take_up(loop, "drop" if loop.over else rule)
@@ -52,14 +56,6 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     )
     recovery.restarted(restart)
     return restart
-
-
-async def _load_reference(loop: Loop, on_note: Callable[[str], None]) -> None:
-    stages, run_dir = loop.stages, loop.stages.ledger.run_dir
-    kept = Checkpoints(run_dir, 1, REFERENCE).newest(on_note)
-    if kept is None:
-        raise RunError(f"{run_dir / REFERENCE} cannot be read, and learner.kl_coef needs it")
-    await stages.device.run(partial(stages.ranks.load, kept.tensors, 0, reference=True))
 
 
 async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[Group]]:

@@ -97,28 +97,26 @@ class RecordFile:
 
     def __init__(self, path: Path, *, prompt_field: str = "prompt") -> None:
         self._path, self._prompt_field = path, prompt_field
-        # Three integers per record, so that memory stays small however long the prompts are.
-        self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
+        # Start, size and line of each record: memory stays small however long the prompts are.
+        self._index = array("q")
         with open_lines(path) as file:
             start = 0
             for number, line in enumerate(file, 1):
                 if line.strip():
                     self._parse(line, number)
-                    self._starts.append(start)
-                    self._sizes.append(len(line))
-                    self._lines.append(number)
+                    self._index.extend((start, len(line), number))
                 start += len(line)
             self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._index) // 3
 
     def __getitem__(self, i: int) -> Mapping[str, Any]:
         if not 0 <= i < len(self):
             raise IndexError(i)
-        line = os.pread(self._descriptor, self._sizes[i], self._starts[i])
-        return self._parse(line, self._lines[i])
+        start, size, number = self._index[3 * i : 3 * i + 3]
+        return self._parse(os.pread(self._descriptor, size, start), number)
 
     def _parse(self, line: bytes, number: int) -> Mapping[str, Any]:
         where = f"{self._path}, {'record' if kind_of(self._path) == '.json' else 'line'} {number}"

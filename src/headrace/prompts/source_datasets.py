@@ -5,7 +5,7 @@ from typing import Any
 
 import datasets
 import pyarrow
-import pyarrow.parquet
+from pyarrow.parquet import read_table
 
 from headrace.errors import DataError
 from headrace.prompts.source import prompt_key
@@ -17,10 +17,10 @@ def open_dataset(path: Path, prompt_field: str) -> Any:
         if path.is_dir():
             loaded = datasets.load_from_disk(str(path))
         else:
-            loaded = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.parquet.read_table(path)))
+            loaded = datasets.Dataset(datasets.table.InMemoryTable(read_table(path)))
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        written = "is not a directory written by datasets' save_to_disk"
-        raise DataError(f"{path} {written if path.is_dir() else 'cannot be read as Parquet'}: {error}") from error
+        what = "is not a directory written by datasets' save_to_disk" if path.is_dir() else "cannot be read as Parquet"
+        raise DataError(f"{path} {what}: {error}") from error
     if isinstance(loaded, datasets.DatasetDict):
         raise DataError(f"{path} has several splits; name one: {', '.join(str(path / name) for name in loaded)}")
     key = prompt_key(loaded.column_names, prompt_field, str(path))

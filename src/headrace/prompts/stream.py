@@ -116,9 +116,14 @@ class PromptStream:
         name, field = section.source, section.prompt_field
         self._source = open_source(name, count=section.count, seed=seed, prompt_field=field)
         self.default_reward = default_reward(name)
-        num_train = self._num_train()
-        self.held_out = self._hold_out(num_train)
-        self._train, self._fingerprint = self._check(num_train)
+        held, total = 0 if section.eval_source else section.eval_count, len(self._source)
+        if total <= held:
+            raise DataError(
+                f"{name} has {total} records and prompts.eval_count = {held} of them are held out, "
+                "which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
+            )
+        self.held_out = self._hold_out(total - held)  # at the end of the source
+        self._train, self._fingerprint = self._check(total - held)
         self.num_train = len(self._train)
         self._serial = 0  # of the next draw
 
@@ -160,17 +165,6 @@ class PromptStream:
             was = ", ".join(f"{name} was {state[name]}, is {now[name]}" for name in changed)
             raise DataError(f"the prompts of {self._section.source} are not those of the checkpoint: {was}")
         self._serial = state["serial"]
-
-    def _num_train(self) -> int:
-        """Records before the held-out ones at the end of the source."""
-        section, total = self._section, len(self._source)
-        held = 0 if section.eval_source else section.eval_count
-        if total <= held:
-            raise DataError(
-                f"{section.source} has {total} records and prompts.eval_count = {held} of them are held out, "
-                "which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
-            )
-        return total - held
 
     def _hold_out(self, num_train: int) -> list[Prompt]:
         section, held, name = self._section, self._section.eval_count, self._section.eval_source

@@ -14,10 +14,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -35,8 +34,7 @@ _ARRIVED = "arrived"
 _LOOK_S = 0.002
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
+class Meeting(NamedTuple):
     """The rendezvous of a sender and its receivers, at a TCP store."""
 
     host: str

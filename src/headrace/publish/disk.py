@@ -25,11 +25,7 @@ from headrace.publish.encoding import EncodingKind, Manifest, Payload, verify
 from headrace.types import Ticket
 
 MANIFEST, COMPLETE = "manifest.json", "complete"
-CONTENT = {
-    EncodingKind.FULL: "model.safetensors",
-    EncodingKind.ADAPTER: "adapter.safetensors",
-    EncodingKind.DELTA: "changes.bin",
-}
+CONTENT = {"full": "model.safetensors", "adapter": "adapter.safetensors", "delta": "changes.bin"}
 _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
 _DTYPES |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}
 _DTYPES |= {"float8_e4m3fn": "F8_E4M3"}

@@ -129,26 +129,12 @@ class Encoder:
         return self._full(version, ((name, changed(name)) for name in changes))
 
 
-class Update:
-    """A decoded payload that fits the weights `live` of version `held` (None: never published).
+def decoded(payload: Payload, live: Mapping[str, Tensor], held: int | None) -> Iterator[Callable[[], object]]:
+    """The calls that write a payload into the weights `live` of version `held` (None: never published).
 
     Raises PublishError if versions are out of order, or names, shapes or precisions differ.
     """
-
-    def __init__(self, payload: Payload, live: Mapping[str, Tensor], held: int | None) -> None:
-        self.version, self.num_bytes = payload.manifest.version, payload.manifest.num_bytes
-        _check(payload.manifest, live, held)
-        self._writes = list(_writes(payload, live))
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Update the live weights in place. Call it only between two engine steps."""
-        for write in self._writes:
-            write()
-
-
-def _writes(payload: Payload, live: Mapping[str, Tensor]) -> Iterator[Callable[[], object]]:
-    """The calls that write a payload, decoded, into the weights `live`."""
+    _check(payload.manifest, live, held)
     start = 0
     for spec in payload.manifest.tensors:
         target = live[spec.name]

@@ -30,9 +30,7 @@ Weights = Mapping[str, Tensor]
 Ends = Callable[[], Any]
 
 
-def publish_once(
-    publisher: Publisher, subscribers: Sequence[Subscriber], version: int, tensors: Weights
-) -> PublishTimes:
+def publish_once(publisher: Publisher, subscribers: list[Subscriber], version: int, tensors: Weights) -> PublishTimes:
     ticket = publisher.stage(version, tensors.items())
     with ThreadPoolExecutor(len(subscribers) + 1) as pool:
         ends = [*(subscriber.stage for subscriber in subscribers), publisher.send]

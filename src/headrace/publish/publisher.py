@@ -12,7 +12,7 @@ stages and commits the tickets of `Publisher.catch_up`, one after the other.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.errors import PublishError
 from headrace.measured import PublishTimes
-from headrace.publish.encoding import Encoder, EncodingKind, Manifest, Named, Update, cast
+from headrace.publish.encoding import Encoder, EncodingKind, Manifest, Named, cast, decoded
 from headrace.roles import ReceivingEnd, SendingEnd
 from headrace.types import Ticket
 
@@ -118,7 +118,7 @@ class Subscriber:
     def __init__(self, end: ReceivingEnd, live: Mapping[str, Tensor]) -> None:
         self._end, self._live = end, live
         self.version: int | None = None  # nothing was committed here yet
-        self._staged: Update | None = None
+        self._staged: tuple[Manifest, list[Callable[[], object]]] | None = None  # and its writes
         self.times = PublishTimes()  # of the version staged last
 
     def stage(self, ticket: Ticket, timeout_s: float) -> None:
@@ -126,22 +126,24 @@ class Subscriber:
         self._staged = None
         started = time.perf_counter()
         payload = self._end.fetch(ticket, timeout_s)
-        self._staged = Update(payload, self._live, self.version)
+        self._staged = payload.manifest, list(decoded(payload, self._live, self.version))
         seconds = time.perf_counter() - started
         self.times = PublishTimes(transfer_s=seconds, transfer_bytes=payload.manifest.num_bytes)
 
+    @torch.no_grad()
     def commit(self, version: int) -> None:
         """Write the staged version into the live weights. Call it only between two engine steps."""
-        if self._staged is None or self._staged.version != version:
+        if self._staged is None or self._staged[0].version != version:
             raise PublishError(f"version {version} is not the one that is staged")
-        update, self._staged = self._staged, None
+        (manifest, writes), self._staged = self._staged, None
         started = time.perf_counter()
-        update.write()
+        for write in writes:
+            write()
         self.version = version
-        self.times = replace(self.times, apply_s=time.perf_counter() - started, apply_bytes=update.num_bytes)
+        self.times = replace(self.times, apply_s=time.perf_counter() - started, apply_bytes=manifest.num_bytes)
 
     def abandon(self, version: int) -> None:
-        if self._staged is not None and self._staged.version == version:
+        if self._staged is not None and self._staged[0].version == version:
             self._staged = None
 
 

@@ -158,7 +158,10 @@ class AgentEpisode:
         return self._outcome(conversation, reward)
 
     async def _run(self, conversation: Conversation) -> Parts | None:
-        task = task_of(self.session.order.prompt)
+        """An agent is told the prompt's record, but for a worked example."""
+        prompt = self.session.order.prompt
+        fields = {name: value for name, value in prompt.fields.items() if name != "worked"}
+        task = {**fields, "id": prompt.id, "prompt": prompt.text, "messages": list(prompt.messages)}
         if self._section.agent == "remote":
             await self._agents.front.offer({"id": conversation.id, "task": task, "api_key": self._key})
             return await self._watched(conversation, conversation.reward)
@@ -211,12 +214,6 @@ class AgentEpisode:
         timing = replace(trajectory.timing, scored_s=self.session.desk.now())
         total = float(sum(trajectory.reward_parts.values()))
         return Outcome(trajectory=replace(trajectory, reward=total, timing=timing))
-
-
-def task_of(prompt: Prompt) -> dict[str, Any]:
-    """What an agent is told: the prompt's record. A worked example is not part of the task."""
-    fields = {name: value for name, value in prompt.fields.items() if name != "worked"}
-    return {**fields, "id": prompt.id, "prompt": prompt.text, "messages": list(prompt.messages)}
 
 
 async def run_command(command: str, task: Mapping[str, Any], base_url: str, key: str) -> Parts | None:

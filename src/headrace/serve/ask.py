@@ -37,11 +37,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class RefusedError(Exception):
     """A request that gets no answer. `status` is the HTTP status, `param` the field at fault."""
 
-    def __init__(
-        self, text: str, *, status: int = 400, param: str | None = None, code: str | None = None, after_s: int = 0
-    ) -> None:
+    def __init__(self, text: str, *, status: int = 400, param: str = "", code: str = "", after_s: int = 0) -> None:
         super().__init__(text)
-        self.status, self.param, self.code, self.after_s = status, param, code, after_s
+        self.status, self.param, self.code, self.after_s = status, param or None, code or None, after_s
 
 
 # ---- parts of bodies: each of these raises ValueError if it makes no sense

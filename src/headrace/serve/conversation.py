@@ -27,6 +27,7 @@ from headrace.types import FinishReason, IntArray, Sampling, Turn
 MOST_AT_ONCE = 256  # requests of one session
 ID_CHARS = 9  # of a tool call: some templates refuse other lengths
 Parts = dict[str, float]  # of a reward
+IsGone = Callable[[], Awaitable[bool]]  # whether a client does not wait any more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,9 @@ class Answered:
     @property
     def message(self) -> dict[str, Any]:
         return self.answer.message(self.call_ids)
+
+
+Answering = asyncio.Task[list[Answered]]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -74,9 +78,9 @@ class Conversation:
         self._max_turns, self._max_tokens = max_turns, max_tokens or session.desk.max_context
         self._root, self._closed = Node(), ""
         self.unclaimed = list(session.trajectory.turns)  # of an earlier attempt, not asked for again yet
-        self._asked: dict[str, tuple[asyncio.Task[list[Answered]], list[Callable[[], Awaitable[bool]]]]] = {}
+        self._asked: dict[str, tuple[Answering, list[IsGone]]] = {}
         self._nodes: dict[str, Node] = {}  # by the ids of responses
-        self._going: set[asyncio.Task[list[Answered]]] = set()
+        self._going: set[Answering] = set()
         self._num_going = 0  # turns
         self._waiting = ExitStack()  # a span, while the client does not wait for us
         self.idle_since_s = session.desk.now()
@@ -111,9 +115,7 @@ class Conversation:
 
     # ---- for the endpoint
 
-    async def take(
-        self, ask: Ask, *, is_retry: bool = False, is_gone: Callable[[], Awaitable[bool]]
-    ) -> asyncio.Task[list[Answered]]:
+    async def take(self, ask: Ask, *, is_retry: bool = False, is_gone: IsGone) -> Answering:
         """The answers, sampled once even if a client asks again because it got none.
 
         `is_gone` tells whether the client still waits for this request.
@@ -139,7 +141,7 @@ class Conversation:
         begins = any(child.new[0] == normal(whole[0]) for child in self._root.children) if whole else False
         return begins and self._match(whole)[0] is not self._root
 
-    def _begin(self, ask: Ask) -> asyncio.Task[list[Answered]]:
+    def _begin(self, ask: Ask) -> Answering:
         self._refuse(ask)
         self.ended_by = ""  # by a request that was refused; the agent goes on
         node, new = self._match(self._whole(ask))
@@ -167,7 +169,7 @@ class Conversation:
             turns = [*known, *(turn for turn in found if isinstance(turn, Turn))]
             return [self._answered(ask, turn, sampling.stop, node, new) for turn in turns]
 
-        def done(task: asyncio.Task[list[Answered]]) -> None:
+        def done(task: Answering) -> None:
             self._going.discard(task)
             if not task.cancelled():
                 task.exception()  # the client may be gone

@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from headrace.episode.session import Desk, Session
 from headrace.network import own_address
 from headrace.reward.function import read_verdict
 from headrace.serve.ask import Ask, RefusedError
-from headrace.serve.conversation import Conversation, Parts
+from headrace.serve.conversation import Conversation, IsGone, Parts
 from headrace.types import Order, Prompt, Sampling
 from headrace.user_code import load_optional
 
@@ -93,7 +93,7 @@ class FrontDesk:
         self._offers.put_nowait((episode, taken))
         await taken
 
-    async def pull(self, key: str, is_gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
+    async def pull(self, key: str, is_gone: IsGone) -> dict[str, Any]:
         """An episode for a remote agent, as soon as the run starts one. Who is gone gets none."""
         if not self._is_own(key):
             raise RefusedError("this key is not known", status=401, code="invalid_api_key")
@@ -143,7 +143,7 @@ class Visitors(FrontDesk):
             self._desk.forget(visit.session.id)
         return found
 
-    async def pull(self, key: str, is_gone: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
+    async def pull(self, key: str, is_gone: IsGone) -> dict[str, Any]:
         raise RefusedError("this model is not being trained: there are no episodes", status=404)
 
 

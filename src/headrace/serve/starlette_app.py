@@ -15,7 +15,7 @@ from starlette.routing import Route
 from headrace.episode.session import AbortedError
 from headrace.serve import reply
 from headrace.serve.ask import Ask, ChatAsk, CompletionsAsk, GenerateAsk, RefusedError, ResponsesAsk
-from headrace.serve.conversation import Answered
+from headrace.serve.conversation import Answered, Answering
 from headrace.serve.front_desk import FrontDesk
 
 MAX_BODY_BYTES = 16 << 20
@@ -117,9 +117,7 @@ async def _answer(desk: FrontDesk, read: Read, whole: Whole, events: Events | No
     return Response(to_json(whole(ask, answers, desk.model)), media_type="application/json")
 
 
-async def _stream(
-    answers: asyncio.Task[list[Answered]], events: Callable[[list[Answered]], Iterator[str]]
-) -> AsyncIterator[str]:
+async def _stream(answers: Answering, events: Callable[[list[Answered]], Iterator[str]]) -> AsyncIterator[str]:
     while not (await asyncio.wait([answers], timeout=KEEP_ALIVE_S))[0]:
         yield KEEP_ALIVE
     try:
