@@ -27,7 +27,7 @@ LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms,
 # Lines of each room.
 ROOMS = {
     "(files)": 3_190,
-    "buffer": 370,
+    "buffer": 371,
     "episode": 1_339,
     "kernels": 1_135,
     "learner": 1_296,

@@ -249,8 +249,8 @@ class LoopSection(SettingsSection):
         math.inf, "end sooner, once the mean reward of eight steps has come this far"
     )
     groups_per_step: PositiveInt = setting(16, "prompts per optimizer step", most=100_000)
-    max_lag: NonNegativeInt = setting(
-        0, "how many versions old a trained token may be; 0 is strictly on-policy", most=10_000
+    max_lag: Annotated[int | float, Field(ge=0)] = setting(
+        0, "steps that generation may run ahead; 0 is strictly on-policy, 0.5 half a step", most=10_000
     )
     eval_every: NonNegativeInt = setting(0, "steps between evaluations; 0: only before and after")
     eval_patience: NonNegativeInt = setting(
@@ -414,7 +414,7 @@ def _of_generation(config: Config) -> Iterator[str]:
             yield f"loop.{key} needs evaluations during training: set loop.eval_every"
     if rollout.on_wall == "park" and not rollout.max_wall_s:
         yield ("rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside")
-    num_trajectories = rollout.samples * loop.groups_per_step * (loop.max_lag + 1)
+    num_trajectories = int(rollout.samples * loop.groups_per_step * (loop.max_lag + 1))
     if num_trajectories > MOST_TRAJECTORIES:
         yield (
             f"rollout.samples = {rollout.samples}, loop.groups_per_step = {loop.groups_per_step} "

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import ceil
+
 import pytest
 from hand_made import group, group_of, trajectory
 from hypothesis import given, settings
@@ -24,28 +26,31 @@ ASYNC = LagPolicy(max_lag=2, groups_per_step=4)
         (2, 0, 12, 0),
         (2, 1, 12, 4),
         (2, 5, 31, 1),
+        (0.5, 0, 0, 6),  # this step's and half a step's worth ahead
+        (0.5, 1, 6, 4),
     ],
 )
-def test_capacity_by_hand(max_lag: int, version: int, committed: int, room: int):
+def test_capacity_by_hand(max_lag: float, version: int, committed: int, room: int):
     policy = LagPolicy(max_lag=max_lag, groups_per_step=4)
     assert policy.capacity(version=version, committed=committed) == room
 
 
 @settings(deadline=None)
 @given(
-    max_lag=st.integers(0, 6),
+    max_lag=st.sampled_from([0, 0.5, 1, 1.3, 2, 6]),
     size=st.integers(1, 9),
     version=st.integers(0, 40),
     ahead=st.integers(0, 80),
 )
-def test_a_full_buffer_trains_within_max_lag(max_lag: int, size: int, version: int, ahead: int):
+def test_a_full_buffer_trains_within_max_lag(max_lag: float, size: int, version: int, ahead: int):
     """However much was admitted, the last admitted group has its turn at most max_lag versions from now."""
     policy = LagPolicy(max_lag=max_lag, groups_per_step=size)
     committed = version * size + ahead
     committed += max(0, policy.capacity(version=version, committed=committed))
     turn = (committed - 1) // size  # the version that trains on the last one, oldest first
     if committed > version * size and policy.capacity(version=version, committed=committed) >= 0:
-        assert turn - version <= max_lag
+        assert turn - version <= ceil(max_lag)
+        assert not policy.is_too_old(turn - version)
 
 
 def test_on_policy_replacements_wait_for_the_wave():

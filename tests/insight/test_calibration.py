@@ -180,7 +180,7 @@ def test_slow_and_failing_workers_can_be_asked_for():
     ("words", "message"),
     [
         ([], "Give --mean-tokens, --rollout-tokens-s, --train-tokens-s, or --from RUN"),
-        ([*TYPED, "--max-lag", "0;1"], "write one or more whole numbers, such as 0,1,4,8"),
+        ([*TYPED, "--max-lag", "0;1"], "write one or more numbers, such as 0,0.5,1,4"),
         ([*TYPED, "--mean-tokens", "many"], "'many' is not a number like 4096, 8k or 1.5M"),
         ([*TYPED, "--reward-p95", "4 weeks"], "'4 weeks' is not a time like 4s, 250ms or 2min"),
         ([*TYPED, "--decode", "2s"], "with a single row it cannot take longer (2 s)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def trained_in(run: Path) -> list[Trained]:
     return [Trained(step, lag, num, [tuple(s) for s in json.loads(spans)]) for step, lag, num, spans in found]
 
 
-@pytest.fixture(scope="module", params=[1, 4])
-def ahead(workshop: Workshop, request: pytest.FixtureRequest) -> tuple[Path, int]:
+@pytest.fixture(scope="module", params=[0.5, 1, 4])
+def ahead(workshop: Workshop, request: pytest.FixtureRequest) -> tuple[Path, float]:
     """A run with long-tailed lengths, and how far ahead it might run."""
     max_lag = request.param
     name = f"ahead{max_lag}"
@@ -52,22 +53,30 @@ def ahead(workshop: Workshop, request: pytest.FixtureRequest) -> tuple[Path, int
     return workshop.directory / name, max_lag
 
 
-def test_nothing_trained_on_is_older_than_max_lag(ahead: tuple[Path, int]):
+def test_nothing_trained_on_is_older_than_max_lag(ahead: tuple[Path, float]):
     run, max_lag = ahead
     trained = trained_in(run)
     assert {t.step for t in trained} == set(range(1, 9))
     for t in trained:
         oldest = min(version for version, _, _ in t.spans)
         assert t.lag == t.step - 1 - oldest
-        assert 0 <= t.lag <= max_lag
+        assert 0 <= t.lag <= ceil(max_lag)
 
 
-def test_the_run_does_go_ahead(ahead: tuple[Path, int]):
+def test_half_a_step_ahead_is_half_a_step(ahead: tuple[Path, float]):
+    run, max_lag = ahead
+    if max_lag < 1:
+        for step in range(1, 9):
+            old = [t.lag > 0 for t in trained_in(run) if t.step == step]
+            assert sum(old) <= max_lag * len(old)
+
+
+def test_the_run_does_go_ahead(ahead: tuple[Path, float]):
     run, _ = ahead
     assert max(t.lag for t in trained_in(run)) > 0
 
 
-def test_updates_reach_answers_in_flight(ahead: tuple[Path, int]):
+def test_updates_reach_answers_in_flight(ahead: tuple[Path, float]):
     """Some answers were sampled by more than one version; every token knows by which."""
     run, _ = ahead
     trained = trained_in(run)
@@ -80,7 +89,7 @@ def test_updates_reach_answers_in_flight(ahead: tuple[Path, int]):
         assert t.spans[-1][2] - t.spans[0][1] == t.num_tokens
 
 
-def test_rows_tell_the_lag(ahead: tuple[Path, int]):
+def test_rows_tell_the_lag(ahead: tuple[Path, float]):
     run, _ = ahead
     by_step: dict[int, list[Trained]] = defaultdict(list)
     for t in trained_in(run):
@@ -93,7 +102,7 @@ def test_rows_tell_the_lag(ahead: tuple[Path, int]):
         assert row.trained_tokens == tokens
 
 
-def test_old_samples_show_in_the_mismatch(ahead: tuple[Path, int]):
+def test_old_samples_show_in_the_mismatch(ahead: tuple[Path, float]):
     """What older weights sampled has other log-probs now; what the present weights sampled has the same."""
     run, _ = ahead
     rows = rows_of(run)
@@ -102,7 +111,7 @@ def test_old_samples_show_in_the_mismatch(ahead: tuple[Path, int]):
     assert rows[0].mismatch_mean < 1e-5
 
 
-def test_the_books_balance(ahead: tuple[Path, int]):
+def test_the_books_balance(ahead: tuple[Path, float]):
     run, _ = ahead
     assert audit(run) == []
     assert books(run).in_flight == books(run).buffered == Amount()

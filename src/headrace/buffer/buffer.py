@@ -20,10 +20,10 @@ Recent = tuple[int, int]  # groups of the last step and of this one
 class LagPolicy:
     """Every decision about how far generation may run ahead of training. The simulator uses it too.
 
-    A trained token is at most `max_lag` versions old, and younger if that costs no time.
+    A trained token is at most `max_lag` versions old (rounded up), and younger if that costs no time.
     """
 
-    max_lag: int
+    max_lag: float
     groups_per_step: int
     min_share: float = 1.0  # of groups_per_step that suffices for a step
     eager: bool = False  # always admit all that max_lag allows, whether the learner needs it or not
@@ -32,7 +32,7 @@ class LagPolicy:
     @property
     def most_ahead(self) -> int:
         """Groups that can be in flight or buffered at once."""
-        return (self.max_lag + 1) * self.groups_per_step
+        return int((self.max_lag + 1) * self.groups_per_step)
 
     @property
     def least_window(self) -> int:
@@ -103,9 +103,12 @@ class LagPolicy:
             return None
         return first
 
+    def is_too_old(self, lag: int) -> bool:
+        return lag >= self.max_lag + 1
+
     def evict(self, buffered: Sequence[Group], *, version: int) -> list[Group]:
         """The groups that are too old at `version`: the first of `buffered`."""
-        return list(takewhile(lambda group: group.lag(version) > self.max_lag, buffered))
+        return list(takewhile(lambda group: self.is_too_old(group.lag(version)), buffered))
 
     def abort(self, in_flight: Mapping[int, int | None], *, version: int) -> list[int]:
         """Serials of groups in flight that are too old already, however soon they finish.
@@ -113,7 +116,7 @@ class LagPolicy:
         `in_flight` maps serials to the version of their first token, None before it is sampled.
         """
         begun = ((serial, first) for serial, first in in_flight.items() if first is not None)
-        return [serial for serial, first in begun if version - first > self.max_lag]
+        return [serial for serial, first in begun if self.is_too_old(version - first)]
 
 
 @dataclass
@@ -261,7 +264,7 @@ class Buffer:
             if kept is None:
                 self._committed -= 1
                 self._barren[dropped[-1][1] if dropped else DropReason.INCOMPLETE] += 1
-            elif kept.lag(self.version) > self.policy.max_lag:
+            elif self.policy.is_too_old(kept.lag(self.version)):
                 self._committed -= 1
                 self.on_drop([(t, DropReason.STALE) for t in kept.trajectories], kept, False)
             else:

@@ -78,7 +78,8 @@ class LiveDisplay(Watcher):
         self._started_s = self._clock()
         self.run_dir, self._steps, self._config = run_dir, config.loop.steps, config
         loop = config.loop
-        lag = f"tokens up to {count(loop.max_lag, 'version')} old" if loop.max_lag else "strictly on-policy"
+        versions = count(math.ceil(loop.max_lag), "version")
+        lag = f"tokens up to {versions} old" if loop.max_lag else "strictly on-policy"
         a_step = f"{loop.groups_per_step} prompts x {config.rollout.samples} answers"
         lines = {
             "run": str(run_dir),

@@ -160,7 +160,7 @@ class LiveRun:
             self._triage, self._triaging = found, False
             self._next_triage_s = time.monotonic() + taken_s * (1 / TRIAGE_SHARE - 1)
 
-    def wanted_lag(self) -> int | None:
+    def wanted_lag(self) -> float | None:
         """`loop.max_lag` of the run; None where its settings cannot be read."""
         with suppress(RunError, ConfigError, OSError):
             return run_config(self.path).loop.max_lag

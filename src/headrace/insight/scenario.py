@@ -42,7 +42,7 @@ class Calibration:
 
     workload: Workload
     machine: Machine
-    max_lag: int = 0
+    max_lag: float = 0
 
     def of(self, config: Config) -> "Calibration":
         """The same answers and speeds with these settings."""
@@ -410,7 +410,7 @@ def seconds(text: str, option: str = "") -> float:
     return float(found[1]) * _SECONDS[found[2]]
 
 
-def lags(text: str) -> list[int]:
-    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
-        raise ConfigError(f"--max-lag {text}: write one or more whole numbers, such as 0,1,4,8")
-    return [int(part) for part in text.split(",")]
+def lags(text: str) -> list[float]:
+    if not re.fullmatch(r"\s*\d+(\.\d+)?\s*(,\s*\d+(\.\d+)?\s*)*", text):
+        raise ConfigError(f"--max-lag {text}: write one or more numbers, such as 0,0.5,1,4")
+    return [float(part) if "." in part else int(part) for part in text.split(",")]

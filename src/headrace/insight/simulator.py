@@ -39,7 +39,7 @@ class SimulatedStep:
 class Simulated:
     """What came of a simulated run. Means leave out the steps in which the pipeline fills."""
 
-    max_lag: int
+    max_lag: float
     steps: tuple[SimulatedStep, ...]
     num_filling: int  # steps at the start that are in no mean
     wall_s: float
@@ -91,7 +91,7 @@ class Simulated:
         return self.trained_tokens / max(1, self.trained_tokens + sum(self.dropped_tokens.values()))
 
 
-def simulate(workload: Workload, machine: Machine, *, max_lag: int, steps: int = 32, seed: int = 0) -> Simulated:
+def simulate(workload: Workload, machine: Machine, *, max_lag: float, steps: int = 32, seed: int = 0) -> Simulated:
     """A run of `steps` steps. The same arguments give the same result."""
 
     async def run() -> Simulated:
@@ -157,7 +157,7 @@ class _UnderWay:
 class _Simulation:
     """One run; what is not written out here is in the buffer."""
 
-    def __init__(self, workload: Workload, machine: Machine, max_lag: int, seed: int) -> None:
+    def __init__(self, workload: Workload, machine: Machine, max_lag: float, seed: int) -> None:
         self.workload, self.machine, self.max_lag = workload, machine, max_lag
         self.loop = asyncio.get_running_loop()
         self.version = self.published = 0  # the learner's, and that of the engines
@@ -379,7 +379,7 @@ class _Simulation:
         return Simulated(
             max_lag=self.max_lag,
             steps=tuple(self.steps),
-            num_filling=min(self.max_lag + 1, len(self.steps) // 2),
+            num_filling=min(math.ceil(self.max_lag) + 1, len(self.steps) // 2),
             wall_s=wall_s,
             rollout_busy=sum(engine.busy_s for engine in engines) / (wall_s * len(engines)),
             learner_busy=sum(self.stage_busy[name].until(wall_s) for name in ("reference", "train")) / wall_s,

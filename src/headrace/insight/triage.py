@@ -290,7 +290,7 @@ def _setting_moves(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
     workers, lag = max(1, config.reward.workers), config.loop.max_lag
     for factor in (2, 4):
         yield "more processes that score", (f"reward.workers={workers * factor}",)
-    for more in sorted({1, 2, 4} - set(range(lag + 1))):
+    for more in (lags for lags in (1, 2, 4) if lags > lag):
         yield "let generation run ahead of training", (f"loop.max_lag={more}",)
     if has_full_engines(config):
         yield "decode more sequences at a time", (f"rollout.max_running={config.rollout.max_running * 2}",)
