@@ -35,7 +35,7 @@ from headrace.learner.batch import balanced, split
 from headrace.learner.learner import Learner, Sharding
 from headrace.policy.demo import character_tokenizer, write_random
 from headrace.policy.policy import load_policy
-from headrace.policy.tensor_files import sizes_in
+from headrace.policy.tensor_files import sizes_of_model
 
 HERE = "127.0.0.1"
 MB = 1e6
@@ -105,7 +105,7 @@ def make_model(directory: Path, *, tiny: bool) -> tuple[int, int]:
     shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 4 if tiny else 24}
     shape |= {"num_attention_heads": width // 64, "num_key_value_heads": width // 64, "head_dim": 64}
     write_random(directory, 0, tokenizer, **shape, max_position_embeddings=256)
-    sizes = {name: size.numel() for name, size in sizes_in(directory).items()}
+    sizes = {name: size.numel() for name, size in sizes_of_model(directory).items()}
     return sum(sizes.values()), sum(size for name, size in sizes.items() if ".layers.0." in name)
 
 

@@ -14,6 +14,7 @@ ALLOWED = {
     "self._scheduled": "nor when its next timer is due",
     "torch._foreach_mul_": "all gradients in one call; clip_grad_norm_ sums in float32",
     "torch._foreach_norm": "the same: a norm in float64",
+    "tensor._is_hf_initialized": "how transformers marks what _init_weights must leave alone",
     "self.model._init_weights": "the only way to buffers that are in no file, of a model that was made without memory",
     "model._is_stateful": "how transformers marks recurrent models, whatever their architecture",
     "distributed.ProcessGroupGloo._Options": "the only way to give gloo an address of its own",

@@ -34,7 +34,7 @@ ROOMS = {
     "ledger": 1_250,
     "loop": 1_446,
     "place": 1_570,
-    "policy": 2_206,
+    "policy": 2_212,
     "prompts": 593,
     "publish": 1_038,
     "reward": 1_676,

@@ -122,10 +122,10 @@ class Trainer(Protocol):
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
         """The sender's part of a transfer, while receivers fetch."""
 
-    def offered(self, version: int) -> PublishTimes:
+    async def offered(self, version: int) -> PublishTimes:
         """All receivers hold the version."""
 
-    def withdraw(self, version: int) -> None:
+    async def withdraw(self, version: int) -> None:
         """Withdraw an offered version; receivers keep the old one."""
 
     def catch_up(self, nodes: Sequence[str]) -> list[Ticket]:

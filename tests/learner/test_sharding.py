@@ -14,6 +14,7 @@ import pytest
 import torch
 from hand_made import group_of, trajectory
 from rank_work import Outcome, learner_of, load, on_ranks, take_step, take_steps
+from safetensors.torch import save_file
 
 from headrace.config import LearnerSection, ModelSection, WarmstartSection
 from headrace.errors import ModelError
@@ -192,7 +193,9 @@ def first_weights(sharding: Sharding, directory: Path) -> Any:
     return read, {name: weight.clone() for name, weight in learner.weights(torch.float32)} | buffers
 
 
-@pytest.mark.parametrize(("architecture", "is_read"), [("Qwen3", True), ("Starcoder2", True), ("Qwen3Moe", False)])
+@pytest.mark.parametrize(
+    ("architecture", "is_read"), [("Qwen3", True), ("Starcoder2", True), ("Gemma", True), ("Qwen3Moe", False)]
+)
 def test_each_rank_loads_its_part_of_the_weights(saved: Callable[..., Path], architecture: str, is_read: bool):
     directory = saved(architecture)
     model = load(directory).model
@@ -200,6 +203,15 @@ def test_each_rank_loads_its_part_of_the_weights(saved: Callable[..., Path], arc
     for read, found in on_ranks(3, first_weights, directory):
         assert read == [is_read]  # a mixture's experts have other names and shapes in files
         assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_file_that_is_not_the_model_s_is_not_read(saved: Callable[..., Path]):
+    directory = saved()
+    expected = dict(load(directory).model.named_parameters())
+    save_file({name: weight + 1 for name, weight in expected.items()}, directory / "older.safetensors")
+    for read, found in on_ranks(2, first_weights, directory):
+        assert read == [False]
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 

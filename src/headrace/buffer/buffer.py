@@ -32,7 +32,7 @@ class LagPolicy:
     @property
     def most_ahead(self) -> int:
         """Groups that can be in flight or buffered at once."""
-        return int((self.max_lag + 1) * self.groups_per_step)
+        return self.groups_per_step + int(round(self.max_lag * self.groups_per_step, 6))
 
     @property
     def least_window(self) -> int:

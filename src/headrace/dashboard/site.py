@@ -2,6 +2,7 @@
 
 import ipaddress
 import logging
+import math
 import socket
 import threading
 import time
@@ -60,7 +61,7 @@ class Overview:
         wall, sign = "…" if verdict == NOT_YET else "-", str(verdict)
         if isinstance(verdict, Triage):
             wall, sign = str(verdict.bottleneck), ADVICE[verdict.bottleneck].sign
-        allowed = "" if self.max_lag is None else f"; {self.max_lag} allowed"
+        allowed = "" if self.max_lag is None else f"; {math.ceil(self.max_lag)} allowed"
         state = f"{_STATE_WORDS.get(facts.state, facts.state)}, after {duration(self.elapsed_s)}"
         lag = f"updates between sampling and training; at most {self.lag_max} seen{allowed}"
         latest = "after it" if facts.state is RunState.FINISHED else "latest"

@@ -237,10 +237,10 @@ class _Candidate:
         rollout_s = (decode_s + prompt_tokens * machine.prefill_token_s) / machine.rollout_workers
         trained_tokens = tokens + prompt_tokens  # once for all answers to a prompt
         token_s = machine.train_token_s + machine.reference_token_s
-        learner_s = trained_tokens * token_s + machine.publish_s
+        learner_s = trained_tokens * token_s
         if self.max_lag:
-            return max(rollout_s, learner_s)
-        return max(rollout_s, question.longest_tokens * machine.decode_s) + learner_s
+            return max(rollout_s, learner_s, machine.publish_s)
+        return max(rollout_s, question.longest_tokens * machine.decode_s) + learner_s + machine.publish_s
 
     @property
     def _full_step_s(self) -> float:
@@ -314,7 +314,7 @@ class _Candidate:
             waits = self.question.environment_s > getattr(times, times.wall)
             return Bottleneck.ENVIRONMENT if waits else BOTTLENECK_OF_STAGE[times.wall]
         training_s = times.train + times.reference
-        if training_s + times.publish >= LEARNER_BUSY * run.step_s:
+        if max(training_s, times.publish) >= LEARNER_BUSY * run.step_s:
             return Bottleneck.LEARNER if training_s >= times.publish else Bottleneck.SYNC
         answer_s = self.question.lengths.cut_mean * self._full_step_s
         waits_s = {Bottleneck.GENERATION: answer_s, Bottleneck.REWARD: self.question.reward_s}

@@ -141,7 +141,7 @@ class Machine:
     pass_tokens: int = 0  # of a micro-batch of the whole learner; 0: each group is one
     optimizer_s: float = 0.0
     reference_token_s: float = 0.0  # of the learner's time
-    publish_s: float = 0.0  # of the learner's time; colocated, of the engine's too
+    publish_s: float = 0.0  # for which no group starts; colocated, of the learner's and the engine's time
     reward_workers: int = 0  # 0: as many as there are answers
     host_s: float = 0.0  # of the loop itself, each step, while the learner waits
     colocated: bool = False

@@ -116,7 +116,8 @@ class Loop:
         """Bring each version to the workers while the learner goes on; then new groups may start."""
         while True:
             await self._deliver(await self._offered.get())
-            await self.stages.buffer.release()
+            if not self.over:  # else a group that starts now is never trained on
+                await self.stages.buffer.release()
             self._offered.task_done()
 
     async def _deliver(self, version: int) -> None:
@@ -124,7 +125,7 @@ class Loop:
         with stages.clock.span("publish", version=version):
             while not await beside(stages.publisher.deliver):
                 await stages.device.run(stages.publisher.offer, version)
-            await stages.device.run(stages.canary.check, version)
+        await stages.device.run(stages.canary.check, version)
 
     async def learn(self) -> None:
         """Train on groups of the buffer and offer the new weights."""
@@ -140,13 +141,14 @@ class Loop:
             row = await self.conclude(step, taken, stats)
             last = self.over
             if last:
-                await self._offered.join()
-                self.stages.buffer.hold()  # a group that starts now is never trained on
+                self.stages.buffer.hold()
             elif not travels:
                 await self.stages.buffer.release()
             self.stages.answers.abort(await self.stages.buffer.settle(self.version))
             self.on_row(row)
             self._check_skipped(row)
+            if last or self.config.publish.transport == "collective":  # which shares the device
+                await self._offered.join()
             if last:
                 await self._written()  # else `checkpoint` leaves the last one out
             if last or step % self.config.recovery.every_steps == 0:
@@ -292,16 +294,16 @@ class Loop:
 
     # ---- the end
 
-    async def _end(
-        self, sampling: asyncio.Task[None], producing: asyncio.Task[None], delivering: asyncio.Task[None]
-    ) -> None:
+    async def _end(self, *tasks: asyncio.Task[None]) -> None:
         """End all tasks; what is left behind depends on the `State` (see ending.py)."""
+        sampling, producing, delivering = tasks
         self.ending.begin()
         assert self._learning is not None
         self._learning.cancel()
         await asyncio.wait([self._learning])
         delivered = asyncio.create_task(self._offered.join())
-        await asyncio.wait([delivering, delivered], return_when=asyncio.FIRST_COMPLETED)
+        if not self.stages.ranks.lost:
+            await asyncio.wait([delivering, delivered], return_when=asyncio.FIRST_COMPLETED)
         self.stages.buffer.hold()
         complete = self.ending.state is State.COMPLETE
         if self.ending.state is State.INTERRUPTED and not sampling.done():
@@ -311,9 +313,9 @@ class Loop:
             await self.groups.abort(sampling, producing)
         else:
             self.stages.pool.close()  # tokens sampled from here on are lost
-        for task in (producing, sampling, delivering, delivered):
+        for task in (*tasks, delivered):
             task.cancel()
-        await asyncio.wait([producing, sampling, delivering, delivered])
+        await asyncio.wait([*tasks, delivered])
         if complete:
             self._drop_buffered()
         self.rows.flush()

@@ -39,6 +39,7 @@ class WeightPublisher:
     pending: Ticket | None = None  # offered, to be delivered
     moved_bytes: int = 0
     _receivers: list[Worker[Sampler]] = field(default_factory=list)  # of what is offered
+    _begun_s: float = 0.0  # when it was begun to be
     _tries: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -51,7 +52,7 @@ class WeightPublisher:
     def offer(self, version: int) -> None:
         """Make the learner's weights of this moment ready as `version`."""
         with self._lock:
-            self._receivers = self.workers()
+            self._begun_s, self._receivers = self.clock.now(), self.workers()
             nodes = [worker.node for worker in self._receivers]
             offers = [rank.ask(Trainer.offer, version, nodes) for rank in self.ranks.ranks]
             self.pending = self.ranks.gather(offers)[0]
@@ -91,9 +92,10 @@ class WeightPublisher:
         received = self._results({w: w.ask(Sampler.commit, version) for w in workers}, failed)
         for worker, why in failed.items():
             self.give_up(worker, str(why))
-        (times,) = self.ranks.gather([self.ranks.first.ask(Trainer.offered, version)])
         self.version = version
-        self._book(version, with_receivers(times, received))
+        if self.pending is not None:
+            (times,) = self.ranks.gather([self.ranks.first.ask(Trainer.offered, version)])
+            self._book(version, with_receivers(times, received))
 
     def add_receiver(self, worker: Worker[Sampler], admit: Callable[[Worker[Sampler]], None]) -> None:
         """Bring a new worker to the published version, then `admit` it.
@@ -101,6 +103,7 @@ class WeightPublisher:
         Raises `WorkerLostError` if that fails.
         """
         with self._lock:
+            self._receivers = []  # the ends connect otherwise now: what is offered must be offered again
             if self.version is not None:
                 (tickets,) = self.ranks.gather([self.ranks.first.ask(Trainer.catch_up, [worker.node])])
                 for ticket in tickets:
@@ -138,9 +141,7 @@ class WeightPublisher:
         return found
 
     def _book(self, version: int, times: PublishTimes) -> None:
-        if not times.total_s:  # engine and learner share one copy of the weights
-            return
-        end_s = self.clock.now() - times.total_s
+        end_s = self._begun_s
         for operation in OPERATIONS[:-1]:  # the last is `apply`: workers book it themselves
             start_s, end_s = end_s, end_s + getattr(times, f"{operation}_s")
             detail = f"{operation}, {getattr(times, f'{operation}_bytes')} bytes"

@@ -107,5 +107,5 @@ class Canary:
                     f"after step {version} the engine gives a fixed prompt's next token the "
                     f"log-prob {sampled_with:.4g}, and the learner {known[token]:.4g}: what is sampled "
                     "with is not what is trained, or the weights are damaged. The run stops here, and "
-                    "nothing was sampled with them"
+                    "nothing that was sampled with them is trained on"
                 )

@@ -55,7 +55,7 @@ class Elastic:
         self._fit()
 
     def give_up(self, worker: Worker[Sampler], why: str) -> None:
-        """A worker failed to take a version. Called in the device thread."""
+        """A worker failed to take a version. Called in a thread."""
         self._in_loop(lambda worker: self.pool.lose(worker, why), worker)
 
     async def _watch(self) -> None:

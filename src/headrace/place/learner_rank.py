@@ -182,13 +182,12 @@ class LearnerRank:
         assert self._publisher is not None
         await beside(self._publisher.send, ticket, timeout_s)
 
-    def offered(self, version: int) -> PublishTimes:
-        if self._publisher is None:
-            return PublishTimes()
+    async def offered(self, version: int) -> PublishTimes:
+        assert self._publisher is not None
         self._publisher.commit(version)
         return self._publisher.times
 
-    def withdraw(self, version: int) -> None:
+    async def withdraw(self, version: int) -> None:
         assert self._publisher is not None
         self._publisher.abandon(version)
 

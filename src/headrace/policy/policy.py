@@ -274,9 +274,10 @@ def load_policy(
         return Policy(adapted(whole().to(device)), tokenizer, exact=section.exact)
     with refusing(f"model.path = '{section.path}' cannot be loaded"):
         shards = Shards(lambda: adapted(_empty(path, dtype)), device, dtype, mesh, frozen=False)
-        if rank or not shards.read(path):
-            first = adapted(whole()) if shards.is_first else None
-            shards.fill(first and dict(first.named_parameters()) | dict(first.named_buffers()))
+        is_read = not rank and shards.read(path)
+    if not is_read:
+        first = adapted(whole()) if mesh.get_rank() == 0 else None
+        shards.fill(first and dict(first.named_parameters()) | dict(first.named_buffers()))
     return Policy(shards.model, tokenizer, exact=section.exact, shards=shards)
 
 
@@ -285,6 +286,10 @@ def _empty(path: Path, dtype: torch.dtype) -> Any:
     directory, file = (path.parent, path.name) if path.suffix == ".gguf" else (path, None)
     config = AutoConfig.from_pretrained(directory, gguf_file=file, **NOTHING_FOREIGN)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    kept = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in kept:  # the biases of routers: `transformers` does not round them
+            buffer.data = buffer.data.float()
     if (path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model

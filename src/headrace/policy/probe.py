@@ -171,11 +171,9 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
     half = policy.dtype in (torch.bfloat16, torch.float16)
     gap = (expected.exp() * (expected - ours)).sum(-1).mean() if half else (ours - expected).abs().max()
     if not torch.isfinite(expected).all():
-        broken = [
-            name
-            for name, weight in policy.model.named_parameters()  # whole ones: all ranks say the same
-            if not torch.isfinite(weight.full_tensor() if isinstance(weight, DTensor) else weight).all()
-        ]
+        named = policy.model.named_parameters()  # whole, so that all ranks say the same
+        whole = ((name, w.full_tensor() if isinstance(w, DTensor) else w) for name, w in named)
+        broken = [name for name, weight in whole if not torch.isfinite(weight).all()]
         why = f"the log-probs of {policy.name} are not finite numbers in {str(policy.dtype).removeprefix('torch.')}; "
         if broken:
             why = f"{len(broken)} of the weights of {policy.name} hold NaN or infinity, such as {broken[0]}: "

@@ -1,14 +1,15 @@
 """A model whose weights are sharded over several ranks (FSDP): each holds a part of every matrix.
 
-No rank ever holds the whole model: it is built without memory (torch's meta device), cut, and then
-filled, by each rank with its own part. A layer's weights are gathered while it is computed and
-freed again; embedding and head stay for the whole pass. Shards of trained weights are the optimizer's
-master weights, so in float32 whatever the precision of the model, and are rounded when gathered.
-Gradients are summed over the ranks in float32, layer by layer in every backward pass; each rank
-keeps those of its part.
+The model is built without memory (torch's meta device), cut, and then filled, by each rank with its
+own part. Where a model's files have other names than the model, the first rank loads it whole. A
+layer's weights are gathered while it is computed and freed again; embedding and head stay for the
+whole pass. Shards of trained weights are the optimizer's master weights, so in float32 whatever the
+precision of the model, and are rounded when gathered. Gradients are summed over the ranks in
+float32, layer by layer in every backward pass; each rank keeps those of its part.
 """
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from headrace.policy.tensor_files import read_tensors, sizes_in
+from headrace.policy.tensor_files import read_tensors, sizes_of_model
 
 R = TypeVar("R", bound=tuple[Any, ...])
+LOADING = timedelta(hours=4)
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -68,19 +70,17 @@ class Shards:
         # gradients go to the parts held here, which are ordinary weights to an optimizer
         self.held = {n: nn.Parameter(p.detach().to_local(), p.requires_grad) for n, p in self.weights.items()}
 
-    @property
-    def is_first(self) -> bool:
-        return self._mesh.get_rank() == 0
-
     @torch.no_grad()
     def read(self, directory: Path) -> bool:
         """Fill the parts from a model's files, if these have just its names and shapes."""
         kept = self.model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in kept}
-        wanted, known = self.weights | buffers, sizes_in(directory) if directory.is_dir() else {}
+        wanted, known = self.weights | buffers, sizes_of_model(directory)
         if any(known.get(name) != tensor.shape for name, tensor in wanted.items()):
             return False
         read_tensors(directory, wanted)
+        for tensor in wanted.values():
+            tensor._is_hf_initialized = True  # so that what follows leaves it alone
         for part in self.held.values():
             part.copy_(part.to(self.dtype))  # masters begin at what the model can hold
         for module in self.model.modules():
@@ -91,10 +91,12 @@ class Shards:
     @torch.no_grad()
     def fill(self, whole: Mapping[str, Tensor] | None) -> None:
         """Fill the parts from the weights and buffers that the first rank gives, and only it."""
+        group = dist.new_group(backend="gloo", timeout=LOADING)  # until the first has loaded them
         for name, into in (self.weights | dict(self.model.named_buffers())).items():
             given = torch.empty(into.shape) if whole is None else whole[name].detach()
-            given = given.to(self.device, into.dtype).contiguous()
-            dist.broadcast(given, group=self._mesh.get_group(), group_src=0)
+            given = given.to("cpu", into.dtype).contiguous()
+            dist.broadcast(given, group=group, group_src=0)
+            given = given.to(self.device)
             if isinstance(into, DTensor):
                 given = distribute_tensor(given, self._mesh, into.placements, src_data_rank=None).to_local()
                 into = into.to_local()

@@ -1,9 +1,9 @@
-"""Tensors on disk, as safetensors, by `torch.distributed.checkpoint`: a model's, and those of a checkpoint.
+"""Tensors on disk, as safetensors, by `torch.distributed.checkpoint`: of models and checkpoints.
 
-The ranks of a sharded learner write their shards into one directory, for any number of ranks. Each
-reads what belongs into its own.
+The ranks of a sharded learner write their shards into one directory, for any number to read.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,8 +53,13 @@ def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
         load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
 
 
-def sizes_in(directory: Path) -> dict[str, torch.Size]:
-    """The shape of every tensor in the files of a directory."""
+def sizes_of_model(directory: Path) -> dict[str, torch.Size]:
+    """The shape of every tensor of a model; none if there are files that are not the model's."""
+    index, files = directory / "model.safetensors.index.json", {"model.safetensors"}
+    if index.exists():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    if files != {path.name for path in directory.glob("*.safetensors")}:
+        return {}
     found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
     return {name: tensor.size for name, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
 

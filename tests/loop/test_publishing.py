@@ -1,0 +1,149 @@
+"""New weights on their way from a learner to workers that come and go: real ends, workers that are objects here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.errors import PublishError, WorkerLostError
+from headrace.loop.publishing import TRIES, WeightPublisher
+from headrace.measured import PublishTimes, StageClock
+from headrace.publish.collective import CollectiveReceiver, CollectiveSender
+from headrace.publish.encoding import Encoder
+from headrace.publish.publisher import Publisher, Subscriber
+from headrace.types import Ticket
+
+WEIGHTS = torch.arange(1000.0)
+
+
+class Served:
+    """Answers each call in a thread, by the method with its name."""
+
+    node = "here"
+
+    def ask(self, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        return ThreadPoolExecutor(1).submit(getattr(self, method.__name__), *args)
+
+
+class Rank(Served):
+    """Its weights of a version are those of the first, and the version on top."""
+
+    def __init__(self) -> None:
+        self.publisher = Publisher(Encoder("full"), CollectiveSender(), torch.float32)
+        self.num_offers = 0
+
+    def offer(self, version: int, nodes: list[str]) -> Ticket:
+        self.num_offers += 1
+        self.publisher.expect(nodes)
+        return self.publisher.stage(version, [("x", WEIGHTS + version)])
+
+    def send(self, ticket: Ticket, timeout_s: float) -> None:
+        self.publisher.send(ticket, timeout_s)
+
+    def offered(self, version: int) -> PublishTimes:
+        self.publisher.commit(version)
+        return self.publisher.times
+
+    def withdraw(self, version: int) -> None:
+        self.publisher.abandon(version)
+
+    def catch_up(self, nodes: list[str]) -> list[Ticket]:
+        self.publisher.expect(nodes)
+        return self.publisher.catch_up()
+
+
+class Receiver(Served):
+    def __init__(self, name: str) -> None:
+        self.name, self.live, self.dead, self.broken = name, {"x": WEIGHTS.clone()}, False, False
+        self.subscriber = Subscriber(CollectiveReceiver(), self.live)
+
+    def ask(self, method: Callable[..., Any], *args: Any) -> Future[Any]:
+        return super().ask(self.die if self.dead else method, *args)
+
+    def die(self, *args: Any) -> None:
+        raise WorkerLostError(f"{self.name} is dead")
+
+    def stage(self, ticket: Ticket, timeout_s: float) -> None:
+        if self.broken:
+            raise PublishError(f"{self.name} has no room")
+        self.subscriber.stage(ticket, timeout_s)
+
+    def commit(self, version: int) -> PublishTimes:
+        self.subscriber.commit(version)
+        return self.subscriber.times
+
+    def abandon(self, version: int) -> None:
+        self.subscriber.abandon(version)
+
+
+class World:
+    def __init__(self) -> None:
+        self.rank, self.workers, self.lost = Rank(), [Receiver("a"), Receiver("b")], []
+        ranks: Any = SimpleNamespace(
+            first=self.rank, ranks=[self.rank], gather=lambda asked: [reply.result() for reply in asked]
+        )
+        workers: Any = lambda: list(self.workers)  # noqa: E731
+        self.publisher = WeightPublisher(ranks, StageClock(), 1.0, workers, self.give_up)
+        self.publisher.commit(0)
+
+    def give_up(self, worker: Any, why: str) -> None:
+        self.lost.append(worker.name)
+        self.workers.remove(worker)
+
+    def assert_all_have(self, version: int) -> None:
+        assert self.publisher.version == version
+        assert all(torch.equal(worker.live["x"], WEIGHTS + version) for worker in self.workers)
+
+
+def test_what_is_offered_reaches_nobody_before_it_is_delivered():
+    world = World()
+    world.publisher.offer(1)
+    world.assert_all_have(0)
+    assert world.publisher.deliver()
+    world.assert_all_have(1)
+    assert world.publisher.pending is None
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_who_joins_in_between_makes_it_be_offered_again(dies: bool):
+    world, joining = World(), Receiver("c")
+    world.publisher.offer(1)
+    joining.dead = dies
+    if dies:
+        with pytest.raises(WorkerLostError):
+            world.publisher.add_receiver(joining, world.workers.append)  # type: ignore[arg-type]
+    else:
+        world.publisher.add_receiver(joining, world.workers.append)  # type: ignore[arg-type]
+    assert not world.publisher.deliver()
+    world.publisher.commit(1)
+    world.assert_all_have(1)
+    assert len(world.workers) == (2 if dies else 3)
+    assert not world.lost
+
+
+def test_a_worker_that_dies_is_given_up_and_the_others_get_the_version():
+    world = World()
+    world.publisher.offer(1)
+    world.workers[0].dead = True
+    if not world.publisher.deliver():  # its death kept the version from the other, too
+        world.publisher.commit(1)
+    assert world.lost == ["a"]
+    world.assert_all_have(1)
+
+
+def test_where_nobody_can_take_a_version_the_run_is_told_why():
+    world = World()
+    for worker in world.workers:
+        worker.broken = True
+    told = r"version 1 was not published, and the old one stays: a: a has no room; b: b has no room"
+    world.give_up = lambda worker, why: world.lost.append(worker.name)  # type: ignore[method-assign]
+    world.publisher.give_up = world.give_up
+    with pytest.raises(PublishError, match=told):
+        world.publisher.commit(1)
+    assert world.rank.num_offers == 1 + TRIES
+    assert world.publisher.version == 0
