@@ -316,8 +316,7 @@ def _annotation_text(annotation: Any) -> str:
         item = get_args(annotation)[0]
         example = get_args(item)[0] if get_origin(item) is Literal else "text"
         return f'a list of {_annotation_text(item).removeprefix("one of ")}, such as ["{example}"]'
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    return words.get(annotation, words[float])  # a number that may be whole
+    return {bool: "true or false", int: "a whole number", str: "text"}.get(annotation, "a number")
 
 
 def _toml_value(value: Any) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-STALL = "training waits"  # detail of a `checkpoint` span that holds up training
+STALL = "training waits"  # detail of a `checkpoint` or `publish` span that holds up training
 STAGES = ("rollout", "reward", "reference", "train", "publish")
 
 

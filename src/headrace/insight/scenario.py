@@ -23,6 +23,7 @@ from headrace.insight.roofline import Roofline
 from headrace.insight.workload import LogNormal, Machine, Recorded, Workload
 from headrace.ledger.files import run_config
 from headrace.ledger.journal import read_trajectories
+from headrace.measured import STALL
 from headrace.runs import columns as tables
 from headrace.runs.columns import Columns, Intervals, Numbers, RowColumns, covered_s, reading
 from headrace.types import DropReason, FinishReason
@@ -141,6 +142,8 @@ def _machine(
     optimizer_s, train_pass_s, token_s = training_speed(
         pass_s, pass_tokens, num_steps, like_pass_s=PASS_STEPS * decode_s
     )
+    offers = spans[(spans["stage"] == "publish") & (spans["detail"] == STALL)]  # not on their way yet
+    offer_s = covered_s((offers["start_s"], offers["end_s"])) / num_steps if apart else 0.0
     # prefill is what the engine did while no answer ran; a forward pass is a third of training
     forward_s, num_prompt_tokens = token_s / 3, float(prompt_tokens.sum())
     prefill_s = covered_s(during("rollout"), running) - covered_s(running)
@@ -159,9 +162,9 @@ def _machine(
         prefill_token_s=min(forward_s, prefill_s / num_prompt_tokens),
         train_token_s=token_s,
         train_pass_s=train_pass_s,
-        optimizer_s=optimizer_s,
+        optimizer_s=optimizer_s + offer_s,
         reference_token_s=covered_s(during("reference")) / max(1.0, num_trained),
-        publish_s=covered_s(during("publish")) / num_steps,
+        publish_s=covered_s(during("publish")) / num_steps - offer_s,
         host_s=max(0.0, host_s / len(rows)),
         colocated=not apart,
     )

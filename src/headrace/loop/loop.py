@@ -78,8 +78,7 @@ class Loop:
         self._learning = asyncio.create_task(self.learn())
         sampling = asyncio.create_task(self.stages.pool.run())
         delivering = asyncio.create_task(self.deliver())
-        # a failure of `sampling` makes the others fail
-        tasks = (sampling, self._learning, producing, delivering)
+        tasks = (sampling, self._learning, producing, delivering)  # if the first fails, others do
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             await self._end(sampling, producing, delivering)
@@ -209,7 +208,7 @@ class Loop:
             if stages.shares_memory:
                 stages.pool.release_cache()
             stats = stages.ranks.finish()
-        with stages.clock.span("publish", version=version + 1):
+        with stages.clock.span("publish", version=version + 1, detail=STALL):
             stages.publisher.offer(version + 1)
             if stages.publisher.pending is None:
                 stages.canary.check(version + 1)

@@ -105,10 +105,9 @@ class Shards:
     @torch.no_grad()
     def frozen_copy(self) -> "Shards":
         other = Shards(self._empty, self.device, self.dtype, self._mesh, frozen=True)
-        for name, part in other.held.items():
-            part.copy_(self.held[name])
-        for mine, theirs in zip(self.model.buffers(), other.model.buffers(), strict=True):
-            theirs.copy_(mine)
+        mine, theirs = ([*shards.held.values(), *shards.model.buffers()] for shards in (self, other))
+        for tensor, into in zip(mine, theirs, strict=True):
+            into.copy_(tensor)
         return other
 
     def gathered_for(self, compute: Callable[[], R]) -> R:
