@@ -133,7 +133,7 @@ def strike(place: Place, loop: Loop, stage: str, harm: Callable[[], None], watch
         "rollout": (place.pool, "start"),
         "reward": (place.scorer, "score"),
         "train": (place.ranks, "accumulate"),
-        "publish": (place.publisher, "_deliver"),
+        "publish": (place.publisher, "deliver"),
     }[stage]
     setattr(owner, name, before(getattr(owner, name)))
 
