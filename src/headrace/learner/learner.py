@@ -36,7 +36,7 @@ if kernels.AVAILABLE or TYPE_CHECKING:
 
 
 class Learner:
-    """Trains `policy` in place; one that is sharded with the other ranks of its `sharding`."""
+    """Trains `policy` in place; with a `sharding`, over which it is cut, together with the other ranks."""
 
     def __init__(
         self,
