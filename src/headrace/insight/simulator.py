@@ -1,6 +1,6 @@
 """A run on a virtual clock: the real buffer and lag policy, a producer and a learner of seconds.
 
-The two coroutines follow the loop's protocol (loop/loop.py) call by call. How long generation,
+The coroutines follow the loop's protocol (loop/loop.py) call by call. How long generation,
 scoring, training and publishing take comes from a `Workload` and a `Machine`. What is admitted,
 waited for, dropped or trained on is decided by the code that decides it in training.
 """
