@@ -66,25 +66,34 @@ class Account:
         return (self.name, f"{tokens:,}", f"{share:.1%}", f"{answers:,}", length)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryDetails:
-    """One trajectory, what became of it and when; its tokens only if it reached the buffer."""
+    """One trajectory, what became of it and when; of an unknown id the message has ids that look similar."""
 
-    id: str
-    prompt_id: str
-    serial: int | None
-    attempt: int | None
-    num_tokens: int
-    reward: float | None
-    reward_parts: Mapping[str, float]
-    finish: str | None  # None where it was ended before its time
-    spans: tuple[Span, ...]
-    times_s: Mapping[str, float]  # on the run's clock, in order
-    state: str
-    drop_reason: str | None
-    lag: int | None
-    step: int  # trained in; of others the last complete one when it was dropped or buffered
-    whole: Trajectory | None
+    def __init__(self, run_dir: Path, id: str) -> None:
+        with reading(run_dir) as connection:
+            found = connection.execute(f"SELECT {_COLUMNS} FROM trajectories WHERE id = ?", (id,)).fetchone()
+            if found is None:
+                raise UnknownNameError(_unknown(connection, run_dir, id))
+            query = "SELECT at_s, step, credit FROM transfers WHERE trajectory_id = ? ORDER BY id"
+            moves = connection.execute(query, (id,)).fetchall()
+            try:  # its tokens are there only if it reached the buffer
+                self.whole = next(iter(read_trajectories(connection, "t.id = ?", (id,))), None)
+            except (SafetensorError, KeyError, ValueError) as error:
+                raise RunError(f"the tokens of trajectory {id} are damaged: {error}") from error
+        self.id, self.prompt_id, self.serial, self.attempt, self.num_tokens, self.reward, *more = found
+        # `finish` is None where it was ended before its time
+        parts, self.finish, spans, *times, self.state, self.drop_reason, self.lag, trained_step = more
+        self.reward_parts: dict[str, float] = json.loads(parts)
+        self.spans = tuple(Span(version=v, start=start, end=end) for v, start, end in json.loads(spans))
+        moments = dict(zip(("submitted", "started", "finished", "scored"), times, strict=True))
+        moments |= {credit.split(":")[0]: at_s for at_s, _, credit in moves}
+        # on the run's clock, in order
+        self.times_s = {name: at_s for name, at_s in moments.items() if at_s is not None}
+        # trained in; of others the last complete one when it was dropped or buffered
+        self.step: int = moves[-1][1] - 1 if trained_step is None else trained_step
+
+
+read_trajectory = TrajectoryDetails  # by the name that the walk has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,33 +236,6 @@ def why_dropped(reason: str) -> str:
     if reason.startswith("filter:"):
         return f"your filter {reason.removeprefix('filter:')} said no"
     return DROP_WORDS.get(reason, "a reason that this version does not know")
-
-
-def read_trajectory(run_dir: Path, id: str) -> TrajectoryDetails:
-    """The trajectory of this id; of an unknown one the message has ids that look similar."""
-    with reading(run_dir) as connection:
-        query = f"SELECT {_COLUMNS} FROM trajectories WHERE id = ?"
-        found = connection.execute(query, (id,)).fetchone()
-        if found is None:
-            raise UnknownNameError(_unknown(connection, run_dir, id))
-        query = "SELECT at_s, step, credit FROM transfers WHERE trajectory_id = ? ORDER BY id"
-        moves = connection.execute(query, (id,)).fetchall()
-        try:
-            whole = next(iter(read_trajectories(connection, "t.id = ?", (id,))), None)
-        except (SafetensorError, KeyError, ValueError) as error:
-            raise RunError(f"the tokens of trajectory {id} are damaged: {error}") from error
-    values = dict(zip(_COLUMNS.split(", "), found, strict=True))
-    named = ("submitted", "started", "finished", "scored")
-    times = {name: values.pop(f"{name}_s") for name in named}
-    times |= {credit.split(":")[0]: at_s for at_s, _, credit in moves}
-    trained_step, spans = values.pop("trained_step"), json.loads(values.pop("spans"))
-    return TrajectoryDetails(
-        **values | {"reward_parts": json.loads(values["reward_parts"])},
-        spans=tuple(Span(version=v, start=start, end=end) for v, start, end in spans),
-        times_s={name: at_s for name, at_s in times.items() if at_s is not None},
-        step=moves[-1][1] - 1 if trained_step is None else trained_step,
-        whole=whole,
-    )
 
 
 def read_texts(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, str]:
