@@ -190,78 +190,55 @@ class Move:
     gain: float  # goodput over that of now
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Triage:
     """The verdict on a run."""
 
-    reading: Reading
-    bottleneck: Bottleneck
-    without: dict[Bottleneck, float]  # seconds of a step if this cost nothing
-    simulated_s: float  # of a step as it is
-    moves: tuple[Move, ...]  # the best first
+    def __init__(self, run_dir: Path, *, last_steps: int | None = None) -> None:
+        known, self.reading = calibrate(run_dir), Reading(run_dir, last_steps=last_steps)
+        now, work, machine = _simulated(known), known.workload, known.machine
+        free: dict[Bottleneck, dict[str, Any]] = {  # what changes if one thing costs nothing
+            Bottleneck.GENERATION: {"machine": machine.times(NO_TIME, *ENGINE_SECONDS)},
+            Bottleneck.REWARD: {"workload": replace(work, reward_s=LogNormal(mean=0.0))},
+            Bottleneck.ENVIRONMENT: {"workload": replace(work, environment_s=0.0)},
+            Bottleneck.LEARNER: {"machine": machine.times(0.0, *LEARNER_SECONDS, "reference_token_s")},
+            Bottleneck.SYNC: {"machine": machine.times(0.0, "publish_s")},
+            Bottleneck.TAIL: {"workload": replace(work, tokens=LogNormal(mean=work.tokens.mean))},
+            Bottleneck.SPARSE: {"workload": replace(work, no_signal_share=0.0)},
+        }
+        if not work.environment_s:
+            del free[Bottleneck.ENVIRONMENT]
+        self.simulated_s = now.step_s  # of a step as it is, and if one thing cost nothing
+        self.without = {name: _simulated(replace(known, **change)).step_s for name, change in free.items()}
+        saved = {name: now.step_s - without_s for name, without_s in self.without.items()}
+        tail_s = saved.pop(Bottleneck.TAIL)
+        self.bottleneck = max(saved, key=lambda name: saved[name])
+        if self.bottleneck is Bottleneck.GENERATION and tail_s > TAIL_SHARE * saved[self.bottleneck]:
+            self.bottleneck = Bottleneck.TAIL  # it is a few long answers, not the work
+        self.moves = _ranked(_moves(known, self.reading.config, now))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TypedTriage:
-    """The verdict on five numbers."""
+    """The verdict on five numbers; every move is one of them made smaller, or another placement."""
 
-    times: StageTimes
-    placement: Placement
-    step_s: dict[Placement, float]
-    bottleneck: Bottleneck
-    moves: tuple[Move, ...]
-
-
-def triage(run_dir: Path, *, last_steps: int | None = None) -> Triage:
-    known, reading = calibrate(run_dir), Reading(run_dir, last_steps=last_steps)
-    now, work, machine = _simulated(known), known.workload, known.machine
-    free: dict[Bottleneck, dict[str, Any]] = {  # what changes if one thing costs nothing
-        Bottleneck.GENERATION: {"machine": machine.times(NO_TIME, *ENGINE_SECONDS)},
-        Bottleneck.REWARD: {"workload": replace(work, reward_s=LogNormal(mean=0.0))},
-        Bottleneck.ENVIRONMENT: {"workload": replace(work, environment_s=0.0)},
-        Bottleneck.LEARNER: {"machine": machine.times(0.0, *LEARNER_SECONDS, "reference_token_s")},
-        Bottleneck.SYNC: {"machine": machine.times(0.0, "publish_s")},
-        Bottleneck.TAIL: {"workload": replace(work, tokens=LogNormal(mean=work.tokens.mean))},
-        Bottleneck.SPARSE: {"workload": replace(work, no_signal_share=0.0)},
-    }
-    if not work.environment_s:
-        del free[Bottleneck.ENVIRONMENT]
-    without = {name: _simulated(replace(known, **change)).step_s for name, change in free.items()}
-    saved = {name: now.step_s - without_s for name, without_s in without.items()}
-    tail_s = saved.pop(Bottleneck.TAIL)
-    bottleneck = max(saved, key=lambda name: saved[name])
-    if bottleneck is Bottleneck.GENERATION and tail_s > TAIL_SHARE * saved[bottleneck]:
-        bottleneck = Bottleneck.TAIL  # it is a few long answers, not the work
-    return Triage(
-        reading=reading,
-        bottleneck=bottleneck,
-        without=without,
-        simulated_s=now.step_s,
-        moves=_ranked(_moves(known, reading.config, now)),
-    )
-
-
-def triage_typed(times: StageTimes, placement: Placement) -> TypedTriage:
-    """From stage times alone; every move is one number made smaller, or another placement."""
-    steps_s = {other: step_s(times, other) for other in Placement}
-    now_s = steps_s[placement]
-    if not now_s:
-        raise ConfigError("every stage takes 0 s: give at least one of them a time")
-    changed_s = {
-        f"{stage} in half the time": step_s(replace(times, **{stage: taken_s / 2}), placement)
-        for stage in STAGES
-        if (taken_s := getattr(times, stage))
-    }
-    changed_s |= {f"{other}: {PLACEMENT_WORDS[other]}": steps_s[other] for other in Placement}
-    return TypedTriage(
-        times=times,
-        placement=placement,
-        step_s=steps_s,
-        bottleneck=BOTTLENECK_OF_STAGE[exposed(times, placement).wall],
-        moves=_ranked(
+    def __init__(self, times: StageTimes, placement: Placement) -> None:
+        self.times, self.placement = times, placement
+        self.step_s = {other: step_s(times, other) for other in Placement}
+        now_s = self.step_s[placement]
+        if not now_s:
+            raise ConfigError("every stage takes 0 s: give at least one of them a time")
+        self.bottleneck = BOTTLENECK_OF_STAGE[exposed(times, placement).wall]
+        changed_s = {
+            f"{stage} in half the time": step_s(replace(times, **{stage: taken_s / 2}), placement)
+            for stage in STAGES
+            if (taken_s := getattr(times, stage))
+        }
+        changed_s |= {f"{other}: {PLACEMENT_WORDS[other]}": self.step_s[other] for other in Placement}
+        self.moves = _ranked(
             Move(text=text, settings=(), step_s=then_s, gain=now_s / then_s) for text, then_s in changed_s.items()
-        ),
-    )
+        )
+
+
+triage, triage_typed = Triage, TypedTriage  # by the names that callers have
 
 
 def _simulated(known: Calibration) -> Simulated:
