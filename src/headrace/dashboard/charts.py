@@ -6,7 +6,6 @@ from the style sheet, for light and dark.
 """
 
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.config_file import read_toml
 from headrace.dashboard.books import Points, Series, Tally, Timeline, steps_together
 from headrace.measured import ROW_METRICS
 from headrace.runs.columns import Numbers
@@ -87,8 +87,7 @@ class Card:
         return lines(curves, self.y, look), ""
 
 
-_TABLE = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding="utf-8"))
-CARDS = {name: Card(**entry) for name, entry in _TABLE.items()}
+CARDS = {name: Card(**entry) for name, entry in read_toml(Path(__file__).with_name("cards.toml")).items()}
 STAGE_COLOURS = {stage: COLOURS[colour] for stage, (_, colour, _) in CARDS["stage_times"].lines.items()}
 
 

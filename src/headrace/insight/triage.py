@@ -17,7 +17,6 @@ What is typed by hand goes through the equation alone.
 """
 
 import math
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from headrace.config import Config
+from headrace.config_file import read_toml
 from headrace.errors import ConfigError
 from headrace.insight.reading import Reading
 from headrace.insight.scenario import Calibration, calibrate
@@ -85,15 +85,14 @@ class Framework(BaseModel, frozen=True, extra="forbid"):
     needs_lag: bool = False  # gains nothing for strictly on-policy training
 
 
-def _texts(name: str) -> dict[str, dict[str, Any]]:
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
-ADVICE = {Bottleneck(name): Advice(**texts) for name, texts in _texts("advice.toml").items()}
-STAGE_WORDS, PLACEMENT_WORDS = _texts("words.toml").values()
+_ADVICE, _WORDS, _FRAMEWORKS = (
+    read_toml(Path(__file__).with_name(f"{name}.toml")) for name in ("advice", "words", "frameworks")
+)
+ADVICE = {Bottleneck(name): Advice(**texts) for name, texts in _ADVICE.items()}
+STAGE_WORDS, PLACEMENT_WORDS = _WORDS.values()
 # The learner computes the reference's log-probs.
 BOTTLENECK_OF_STAGE = {stage: Bottleneck("train" if stage == "reference" else stage) for stage in STAGE_WORDS}
-FRAMEWORKS = [Framework(name=name, **texts) for name, texts in _texts("frameworks.toml").items()]
+FRAMEWORKS = [Framework(name=name, **texts) for name, texts in _FRAMEWORKS.items()]
 
 
 def has_full_engines(config: Config) -> bool:

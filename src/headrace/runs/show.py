@@ -5,7 +5,6 @@ import json
 import math
 import re
 import sqlite3
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -17,6 +16,7 @@ from safetensors.numpy import load
 from tokenizers import Tokenizer
 
 from headrace.config import DEMOS
+from headrace.config_file import read_toml
 from headrace.errors import RunError
 from headrace.ledger.database import DROPPED
 from headrace.ledger.files import START, WEIGHTS, run_config
@@ -29,9 +29,7 @@ from headrace.types import Span, Trajectory
 
 RUN_COLUMNS = ("run", "state", "steps", "held-out", "restarts", "trained", "written")
 ACCOUNT_COLUMNS = ("account", "tokens", "share", "answers", "mean length")
-_TEXT = Path(__file__).with_name("words.toml").read_text(encoding="utf-8")
-_WORDS: dict[str, dict[str, str]] = tomllib.loads(_TEXT)
-DROP_WORDS, FINISH_WORDS, ACCOUNT_WORDS = _WORDS.values()
+DROP_WORDS, FINISH_WORDS, ACCOUNT_WORDS = read_toml(Path(__file__).with_name("words.toml")).values()
 _SIMILAR = 5  # ids to suggest
 _SKIPPED = 20  # steps to name
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
@@ -235,7 +233,7 @@ def newest_ids(run_dir: Path) -> dict[str, str]:
 def why_dropped(reason: str) -> str:
     if reason.startswith("filter:"):
         return f"your filter {reason.removeprefix('filter:')} said no"
-    return DROP_WORDS.get(reason, "a reason that this version does not know")
+    return str(DROP_WORDS.get(reason, "a reason that this version does not know"))
 
 
 def read_texts(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, str]:
