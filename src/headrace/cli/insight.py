@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from pydantic_core import to_jsonable_python
 from typer import Argument, Option, Typer
 
 from headrace.cli.app import Json, Paper, RunDir, Settings, app, prepare_process, settings_from
@@ -118,10 +119,10 @@ def plan_command(
         found = plan(question)
     others = others_that_fit(found[0].bottleneck, question.model.num_params, may_lag=max_lag > 0)
     for_programs = {
-        "model": asdict(question.model),
+        "model": question.model,
         "device": question.device.name,
         "num_devices": question.num_devices,
-        "plans": [asdict(plan) | {"wall": plan.bottleneck} for plan in found],
+        "plans": [vars(plan) | {"wall": plan.bottleneck} for plan in found],
         "others": [other.name for other in others],
     }
     _tell(plan_report(question, found), for_programs, as_json)
@@ -257,27 +258,23 @@ def _gpus(text: str, default: str | None = None) -> tuple[int, str]:
 
 def _tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(for_programs, indent=1, default=str))
+        print(json.dumps(for_programs, indent=1, default=to_jsonable_python))
     else:
         Paper().report(report)
 
 
 def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
-    known: dict[str, Any] = {"wall": found.bottleneck, "sign": ADVICE[found.bottleneck].sign}
-    known["moves"] = [asdict(move) for move in found.moves]
+    sign = ADVICE[found.bottleneck].sign
+    known: dict[str, Any] = {"wall": found.bottleneck, "sign": sign, "moves": found.moves}
     if isinstance(found, TypedTriage):
-        return known | {"placement": found.placement, "step_s": found.step_s, "stage_s": asdict(found.times)}
+        return known | {"placement": found.placement, "step_s": found.step_s, "stage_s": found.times}
     reading = found.reading
+    same = ("run_dir", "step_s", "stage_s", "goodput_tokens_per_s", "useful_share", "dropped_tokens")
+    known |= {name: getattr(reading, name) for name in same}
     return known | {
-        "run_dir": str(reading.run_dir),
         "steps": reading.num_steps,
-        "step_s": asdict(reading.step_s) if reading.step_s else None,
-        "stage_s": asdict(reading.stage_s) if reading.stage_s else None,
         "simulated_s": found.simulated_s,
         "without_s": found.without,
-        "goodput_tokens_per_s": reading.goodput_tokens_per_s,
-        "useful_share": reading.useful_share,
-        "dropped_tokens": reading.dropped_tokens,
         "overlap_share": reading.occupancy.overlap_share if reading.occupancy else None,
         "idle": reading.occupancy.idle_shares if reading.occupancy else {},
     }
@@ -288,22 +285,19 @@ def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Seq
     step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
     step |= {"reward_s": work.reward_s.mean, "environment_s": work.environment_s}
     step["no_signal_share"] = work.no_signal_share
-    runs = [_plain(one) for one in found]
-    return {"step": step, "layout": asdict(layout), "machine": speeds, "simulated": runs}
+    return {"step": step, "layout": layout, "machine": speeds, "simulated": list(map(_plain, found))}
 
 
 def _plain(one: Simulated) -> dict[str, Any]:
-    same = ["max_lag", "step_s", "lag_mean", "lag_max", "lag_shares", "useful_share"]
-    same += ["generated_tokens", "trained_tokens", "buffered_tokens", "in_flight_tokens"]
+    same = ["max_lag", "step_s", "stage_s", "lag_mean", "lag_max", "lag_shares", "useful_share"]
+    same += ["generated_tokens", "trained_tokens", "dropped_tokens", "buffered_tokens", "in_flight_tokens"]
     return {name: getattr(one, name) for name in same} | {
         "steps": len(one.steps),
         "step_p50_s": one.step_quantile_s(0.5),
         "step_p95_s": one.step_quantile_s(0.95),
-        "stage_s": asdict(one.stage_s),
         "goodput_tokens_s": one.goodput,
         "rollout_idle": 1 - one.rollout_busy,
         "learner_idle": 1 - one.learner_busy,
         "reward_idle": None if math.isnan(one.reward_busy) else 1 - one.reward_busy,
-        "dropped_tokens": dict(one.dropped_tokens),
         "failures": one.num_failures,
     }

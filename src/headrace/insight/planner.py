@@ -12,12 +12,11 @@ from functools import cached_property
 
 from headrace.errors import ConfigError
 from headrace.insight.hardware import Accelerator, ModelShape
-from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, SyncTimes, Transfer, WireFormat
+from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, Transfer, WireFormat
 from headrace.insight.scenario import BLANK, speeds, with_speeds
 from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.triage import BOTTLENECK_OF_STAGE, Bottleneck, Placement, dollars_per_million_tokens
 from headrace.insight.workload import LogNormal, Machine, Workload
-from headrace.measured import StageTimes
 
 SPLITS = 24  # ways to share devices out that are looked at
 PLAYED = 8  # layouts that are simulated
@@ -84,28 +83,7 @@ class Split:
         return self.placement is Placement.COLOCATED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutPlan:
-    """A layout and what it comes to."""
-
-    layout: Split
-    max_lag: int
-    times: StageTimes  # seconds that each stage is busy in a step
-    step_s: float
-    bottleneck: Bottleneck
-    goodput: float  # trained tokens per second
-    dollars_per_million: float  # trained tokens
-    lag: float  # mean, in versions
-    rollout_bill: MemoryBill  # of one device
-    learner_bill: MemoryBill
-    num_running: int  # sequences at a time, per engine
-    recomputes: bool  # whether activations are computed again to save memory
-    transfer: Transfer | None  # None: both use the same weights
-    sync: SyncTimes | None
-    risks: tuple[str, ...] = ()
-
-
-def plan(question: Question) -> list[LayoutPlan]:
+def plan(question: Question) -> "list[LayoutPlan]":
     """The layouts that promise most, the one with the most goodput first."""
     model, device, number = question.model, question.device, question.num_devices
     if not any(_engine_sizes(question)):
@@ -122,10 +100,10 @@ def plan(question: Question) -> list[LayoutPlan]:
             f"{16 * model.num_params / 1e9:,.0f} GB, and there are {number} x "
             f"{device.memory_bytes / 1e9:.0f} GB; take more devices, or train an adapter"
         )
-    return sorted((one.plan() for one in fitting[:PLAYED]), key=lambda made: -made.goodput)
+    return sorted((LayoutPlan(one) for one in fitting[:PLAYED]), key=lambda made: -made.goodput)
 
 
-def search(question: Question, target_goodput: float) -> tuple[Question, list[LayoutPlan]]:
+def search(question: Question, target_goodput: float) -> "tuple[Question, list[LayoutPlan]]":
     """The smallest device count, up to the given number, that reaches `target_goodput`."""
     most, found = question.num_devices, dict[int, list[LayoutPlan]]()
 
@@ -250,35 +228,7 @@ class _Candidate:
         row_s = machine.decode_row_s + machine.context_s * half_way
         return machine.decode_s + row_s * machine.rows_per_worker
 
-    def plan(self) -> LayoutPlan:
-        question, split = self.question, self.split
-        run, parts = self._simulated()
-        goodput = run.goodput * parts * question.useful
-        tokens, size = question.sequence_tokens, split.tensor_parallel
-        actor = self.roofline.actor_bill(self.num_running, tokens, size)
-        learner, per_hour = self.learner, self.device.dollars_per_hour * question.num_devices
-        if split.colocated:  # the cache is given back before activations are made
-            part = "kv_bytes" if actor.kv_bytes < learner.activation_bytes else "activation_bytes"
-            actor = learner = replace(actor + learner, **{part: 0.0})
-        made = LayoutPlan(
-            layout=split,
-            max_lag=self.max_lag,
-            times=run.stage_s,
-            step_s=run.step_s,
-            bottleneck=self._bottleneck(run),
-            goodput=goodput,
-            dollars_per_million=dollars_per_million_tokens(goodput, per_hour),
-            lag=run.lag_mean,
-            rollout_bill=actor,
-            learner_bill=learner,
-            num_running=self.num_running,
-            recomputes=self.recomputes,
-            transfer=self.transfer,
-            sync=self.sync,
-        )
-        return replace(made, risks=tuple(_risks(question, made)))
-
-    def _simulated(self) -> tuple[Simulated, float]:
+    def simulated(self) -> tuple[Simulated, float]:
         """A few steps, and into how many parts each was cut if they are too large to be played.
 
         A part has its share of the groups and of every engine's rows, at its share of the speed, so
@@ -307,7 +257,7 @@ class _Candidate:
             steps = min(2 * self.max_lag + 4, MOST_STEPS)
         return simulate(work, machine, max_lag=self.max_lag, steps=steps), parts
 
-    def _bottleneck(self, run: Simulated) -> Bottleneck:
+    def bottleneck(self, run: Simulated) -> Bottleneck:
         """Without lag the longest stage; with lag the side that never waits."""
         times = run.stage_s
         if self.max_lag == 0:
@@ -320,6 +270,31 @@ class _Candidate:
         waits_s = {Bottleneck.GENERATION: answer_s, Bottleneck.REWARD: self.question.reward_s}
         waits_s[Bottleneck.ENVIRONMENT] = self.question.environment_s
         return max(waits_s, key=waits_s.__getitem__)
+
+
+class LayoutPlan:
+    """A layout and what it comes to."""
+
+    def __init__(self, chosen: _Candidate) -> None:
+        question, split = chosen.question, chosen.split
+        run, parts = chosen.simulated()
+        per_hour = question.device.dollars_per_hour * question.num_devices
+        self.layout, self.max_lag = split, chosen.max_lag
+        self.times, self.step_s = run.stage_s, run.step_s  # seconds that each stage is busy in a step
+        self.bottleneck = chosen.bottleneck(run)
+        self.goodput = run.goodput * parts * question.useful  # trained tokens per second
+        self.dollars_per_million = dollars_per_million_tokens(self.goodput, per_hour)  # trained tokens
+        self.lag = run.lag_mean  # in versions
+        self.num_running = chosen.num_running  # sequences at a time, per engine
+        # of one device
+        actor = chosen.roofline.actor_bill(self.num_running, question.sequence_tokens, split.tensor_parallel)
+        self.rollout_bill, self.learner_bill = actor, chosen.learner
+        if split.colocated:  # the cache is given back before activations are made
+            part = "kv_bytes" if actor.kv_bytes < chosen.learner.activation_bytes else "activation_bytes"
+            self.rollout_bill = self.learner_bill = replace(actor + chosen.learner, **{part: 0.0})
+        self.recomputes = chosen.recomputes  # whether activations are computed again to save memory
+        self.transfer, self.sync = chosen.transfer, chosen.sync  # None: both use the same weights
+        self.risks = tuple(_risks(question, self))
 
 
 def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:
