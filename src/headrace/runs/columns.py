@@ -100,10 +100,7 @@ class RowColumns:
         names = _ROW.split(", ")[:-1]
         sql = f"SELECT {_ROW} FROM rows WHERE step > ? ORDER BY step"
         found = connection.execute(sql, (after_step,)).fetchall()
-        try:
-            parsed = json.loads(f"[{','.join(data for *_, data in found)}]")
-        except (ValueError, TypeError):
-            parsed = [_parsed(data) for *_, data in found]
+        parsed = [_parsed(data) for *_, data in found]
         self.damaged: BoolArray = np.array([not _is_row(row) for row in parsed], np.bool_)
         for i in np.flatnonzero(self.damaged):
             if strict:
