@@ -35,60 +35,46 @@ class SimulatedStep:
     lags: Mapping[int, int]  # trained tokens by lag
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
     """What came of a simulated run. Means leave out the steps in which the pipeline fills."""
 
-    max_lag: float
-    steps: tuple[SimulatedStep, ...]
-    num_filling: int  # steps at the start that are in no mean
-    wall_s: float
-    rollout_busy: float  # share of its workers' seconds; colocated, it and the learner share one device
-    learner_busy: float
-    reward_busy: float  # NaN where there is a worker for every answer
-    generated_tokens: int
-    trained_tokens: int
-    dropped_tokens: Mapping[str, int]
-    buffered_tokens: int
-    in_flight_tokens: int
-    num_failures: int
+    def __init__(self, run: "_Simulation") -> None:
+        wall_s, now_s, engines = run.loop.time(), run.pool.now(), run.pool.workers
+        for engine in engines:
+            engine.advance(now_s)
+            engine.busy_s -= max(0.0, engine.hold_s - now_s)  # a prompt that is not computed yet
+        in_flight = sum(engine.so_far(row) for engine in engines for row in engine.ends)
+        in_flight += sum(group.done_tokens for group in run._running.values())
+        if run.pool.lost_tokens:
+            run.dropped[DropReason.REDONE] = run.pool.lost_tokens
+        self.max_lag, self.steps, self.wall_s = run.max_lag, tuple(run.steps), wall_s
+        # share of its workers' seconds; colocated, it and the learner share one device
+        self.rollout_busy = sum(engine.busy_s for engine in engines) / (wall_s * len(engines))
+        self.learner_busy = sum(run.stage_busy[name].until(wall_s) for name in ("reference", "train")) / wall_s
+        self.reward_busy = run.rewards.busy_share(wall_s)  # NaN where there is a worker for every answer
+        self.generated_tokens = round(sum(engine.sampled for engine in engines))
+        self.trained_tokens = sum(step.trained_tokens for step in self.steps)
+        self.dropped_tokens = {str(reason): round(run.dropped[reason]) for reason in sorted(run.dropped)}
+        self.buffered_tokens = sum(group.num_sampled_tokens for group in run.buffer.buffered)
+        self.in_flight_tokens, self.num_failures = round(in_flight), run.pool.num_failures
+        decided = self.trained_tokens + sum(self.dropped_tokens.values())
+        self.useful_share = self.trained_tokens / max(1, decided)
+        self.lag_max = max((lag for step in self.steps for lag in step.lags), default=0)
+        counted = self.steps[min(math.ceil(self.max_lag) + 1, len(self.steps) // 2) :]  # in the means
+        self._counted_s = [step.wall_s for step in counted]
+        self.step_s = float(np.mean(self._counted_s))
+        several = {stage: [getattr(step.stage_s, stage) for step in counted] for stage in STAGES}
+        self.stage_s = StageTimes(**{stage: float(np.mean(taken)) for stage, taken in several.items()})
+        self.goodput = sum(step.trained_tokens for step in counted) / sum(self._counted_s)
+        tokens = sum((Counter(step.lags) for step in counted), Counter[int]())
+        self.lag_shares = {lag: tokens[lag] / tokens.total() for lag in sorted(tokens)}
+        self.lag_mean = sum(lag * share for lag, share in self.lag_shares.items())
 
-    @property
-    def counted(self) -> tuple[SimulatedStep, ...]:
-        return self.steps[self.num_filling :]
-
-    @property
-    def step_s(self) -> float:
-        return float(np.mean([step.wall_s for step in self.counted]))
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Simulated) and vars(self) == vars(other)
 
     def step_quantile_s(self, share: float) -> float:
-        return float(np.quantile([step.wall_s for step in self.counted], share))
-
-    @property
-    def stage_s(self) -> StageTimes:
-        several = {stage: [getattr(step.stage_s, stage) for step in self.counted] for stage in STAGES}
-        return StageTimes(**{stage: float(np.mean(taken)) for stage, taken in several.items()})
-
-    @property
-    def goodput(self) -> float:
-        return sum(step.trained_tokens for step in self.counted) / sum(step.wall_s for step in self.counted)
-
-    @property
-    def lag_shares(self) -> dict[int, float]:
-        tokens = sum((Counter(step.lags) for step in self.counted), Counter[int]())
-        return {lag: tokens[lag] / tokens.total() for lag in sorted(tokens)}
-
-    @property
-    def lag_mean(self) -> float:
-        return sum(lag * share for lag, share in self.lag_shares.items())
-
-    @property
-    def lag_max(self) -> int:
-        return max((lag for step in self.steps for lag in step.lags), default=0)
-
-    @property
-    def useful_share(self) -> float:
-        return self.trained_tokens / max(1, self.trained_tokens + sum(self.dropped_tokens.values()))
+        return float(np.quantile(self._counted_s, share))
 
 
 def simulate(workload: Workload, machine: Machine, *, max_lag: float, steps: int = 32, seed: int = 0) -> Simulated:
@@ -196,7 +182,8 @@ class _Simulation:
                 if self.machine.worker_mtbf_s < math.inf:
                     endless.append(self._tasks.create_task(self._fail()))
                 await asyncio.wait([learning])  # and the producer hears of the last step too
-                found = self._result()
+                learning.result()  # or what kept it from its end
+                found = Simulated(self)
                 for task in endless:
                     task.cancel()
         except ExceptionGroup as several:
@@ -366,28 +353,3 @@ class _Simulation:
         step = SimulatedStep(wall_s=wall_s, stage_s=stage_s, trained_tokens=tokens, lags=dict(lags))
         self.steps.append(step)
         self._booked_s, self._booked = now_s, busy
-
-    def _result(self) -> Simulated:
-        wall_s, now_s, engines = self.loop.time(), self.pool.now(), self.pool.workers
-        for engine in engines:
-            engine.advance(now_s)
-            engine.busy_s -= max(0.0, engine.hold_s - now_s)  # a prompt that is not computed yet
-        in_flight = sum(engine.so_far(row) for engine in engines for row in engine.ends)
-        in_flight += sum(group.done_tokens for group in self._running.values())
-        if self.pool.lost_tokens:
-            self.dropped[DropReason.REDONE] = self.pool.lost_tokens
-        return Simulated(
-            max_lag=self.max_lag,
-            steps=tuple(self.steps),
-            num_filling=min(math.ceil(self.max_lag) + 1, len(self.steps) // 2),
-            wall_s=wall_s,
-            rollout_busy=sum(engine.busy_s for engine in engines) / (wall_s * len(engines)),
-            learner_busy=sum(self.stage_busy[name].until(wall_s) for name in ("reference", "train")) / wall_s,
-            reward_busy=self.rewards.busy_share(wall_s),
-            generated_tokens=round(sum(engine.sampled for engine in engines)),
-            trained_tokens=sum(step.trained_tokens for step in self.steps),
-            dropped_tokens={str(reason): round(self.dropped[reason]) for reason in sorted(self.dropped)},
-            buffered_tokens=sum(group.num_sampled_tokens for group in self.buffer.buffered),
-            in_flight_tokens=round(in_flight),
-            num_failures=self.pool.num_failures,
-        )
