@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from headrace import kernels
 from headrace.policy import exact
-from headrace.policy.family import unseen, visible
+from headrace.policy.family import attend_rectangle, unseen
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
 from headrace.roles import AttentionPlan
@@ -103,33 +102,21 @@ class PrefillPlan:
         self.arena, self.chunks = arena, chunks
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        outs = []
-        for c, q, keys, values in self._write(layer, q_THD, k_TJD, v_TJD):
-            mask = None
-            if c.start or (window and c.end > window):
-                mask = visible(torch.arange(c.start, c.end), c.end, window)
-            q, k, v = q.transpose(0, 1), keys[..., : c.end].transpose(1, 2), values[:, : c.end]
-            out = F.scaled_dot_product_attention(
-                q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-            )
-            outs.append(out[0].transpose(0, 1))
-        return torch.cat(outs)
+        return self._attend(attend_rectangle, layer, (q_THD, k_TJD, v_TJD), scale, window)
 
-    def attend_exact(self, layer: int, q_THD: Tensor, *given: Any) -> Tensor:
+    def attend_exact(self, layer: int, *given: Any) -> Tensor:
         """Batch-invariant: the same bits however the prompt is cut into chunks."""
-        k_TJD, v_TJD, scale, window = given
-        written = self._write(layer, q_THD * scale, k_TJD, v_TJD)
-        return torch.cat([exact.attend_causal(q[None], k, v, c.start, window)[0] for c, q, k, v in written])
+        return self._attend(exact.RectangleAttention.apply, layer, given[:3], *given[3:])
 
-    def _write(self, layer: int, *qkv: Tensor) -> Iterator[tuple[Chunk, Tensor, Tensor, Tensor]]:
-        """Store each chunk's keys and values; yields its queries, and the cache of its row."""
-        sizes = [c.size for c in self.chunks]
-        parts = [x.split(sizes) for x in qkv]
-        for c, q, k, v in zip(self.chunks, *parts, strict=True):
+    def _attend(self, attend: Any, layer: int, qkv: tuple[Tensor, ...], scale: float, window: int) -> Tensor:
+        outs, sizes = [], [c.size for c in self.chunks]
+        for c, q, k, v in zip(self.chunks, *(x.split(sizes) for x in qkv), strict=True):
             keys, values = self.arena.keys[layer][c.row], self.arena.values[layer][c.row]
             keys[..., c.start : c.end] = k.permute(1, 2, 0)
             values[:, c.start : c.end] = v.transpose(0, 1)
-            yield c, q, keys, values
+            seen = keys[..., : c.end].permute(2, 0, 1), values[:, : c.end].transpose(0, 1)
+            outs.append(attend(q, *seen, (1, c.size), scale, window if window < c.end else 0))
+        return torch.cat(outs)
 
 
 class DecodePlan:
