@@ -186,9 +186,13 @@ def rotate_and_store(
 
     `slots_T` are page * PAGE + offset in the page.
     """
+    q_norm, k_norm = heads.norms if heads.norms is not None else (qkv_TN, qkv_TN)
     queries = qkv_TN.new_empty(len(qkv_TN), heads.num, heads.size)
     strides = keys.stride(0), keys.stride(2), keys.stride(1)
-    _launch_rotate(qkv_TN, heads, cos_TD, sin_TD, slots_T, queries, keys, values, strides, keys.shape[2])
+    _rotate[(len(qkv_TN),)](
+        qkv_TN, q_norm, k_norm, cos_TD, sin_TD, slots_T, queries, keys, values, *strides, heads.epsilon,
+        PAGE=keys.shape[2], **heads.sizes, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return queries
 
 
@@ -197,11 +201,9 @@ def rotate_heads(qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor) -
     if torch.is_grad_enabled():
         norms = heads.norms if heads.norms is not None else (None, None)
         return _RotateHeads.apply(qkv_TN, *norms, heads, cos_TD, sin_TD)  # type: ignore[no-untyped-call, no-any-return]
-    nums = heads.num, heads.num_kv, heads.num_kv
-    q, k, v = (qkv_TN.new_empty(len(qkv_TN), num, heads.size) for num in nums)
-    slots, strides = torch.arange(len(qkv_TN), device=qkv_TN.device), (k.stride(0), 0, k.stride(1))
-    _launch_rotate(qkv_TN, heads, cos_TD, sin_TD, slots, q, k, v, strides, 1)
-    return q, k, v
+    k, v = (qkv_TN.new_empty(len(qkv_TN), heads.num_kv, heads.size) for _ in range(2))
+    pages, slots = (k[:, :, None], v[:, :, None]), torch.arange(len(qkv_TN), device=qkv_TN.device)  # of one token
+    return rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, *pages, slots), k, v
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -229,17 +231,6 @@ class _RotateHeads(torch.autograd.Function):
         )  # fmt: skip
         of_norms = _sum_rows(partial.flatten(1)).view(2, -1).to(q_norm.dtype) if normed else (None, None)
         return grad, *of_norms, None, None, None
-
-
-def _launch_rotate(
-    qkv: Tensor, heads: Heads, cos: Tensor, sin: Tensor, slots: Tensor, q: Tensor, k: Tensor,
-    v: Tensor, strides: tuple[int, int, int], page: int,
-) -> None:  # fmt: skip
-    q_norm, k_norm = heads.norms if heads.norms is not None else (qkv, qkv)
-    _rotate[(len(qkv),)](
-        qkv, q_norm, k_norm, cos, sin, slots, q, k, v, *strides, heads.epsilon,
-        PAGE=page, **heads.sizes, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
 
 
 @triton.jit
