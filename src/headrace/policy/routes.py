@@ -134,23 +134,19 @@ class Routers:
     @contextmanager
     def follow(self, routes: Routes | None) -> Iterator[None]:
         """Passes inside use and record the experts of `routes`."""
-        handles: list[Any] = []
-        before, self._current = self._current, routes
-        for index, layer in enumerate(self._layers):
-            if routes is None:
-                break
-            choice = _Choice(routes, index, _num_experts(layer), self.device_dtype)
-            experts: Any = layer.experts
-            handles.append(layer.register_forward_pre_hook(choice.begin))
-            handles.append(experts.register_forward_pre_hook(choice.end))
-            # also after an exception, by which the recomputation of a layer may end
-            handles.append(layer.register_forward_hook(choice.end, always_call=True))
-        try:
+        with ExitStack() as undo:
+            undo.callback(setattr, self, "_current", self._current)
+            self._current = routes
+            for index, layer in enumerate(self._layers):
+                if routes is None:
+                    break
+                choice = _Choice(routes, index, _num_experts(layer), self.device_dtype)
+                experts: Any = layer.experts
+                undo.enter_context(layer.register_forward_pre_hook(choice.begin))
+                undo.enter_context(experts.register_forward_pre_hook(choice.end))
+                # also after an exception, by which the recomputation of a layer may end
+                undo.enter_context(layer.register_forward_hook(choice.end, always_call=True))
             yield
-        finally:
-            self._current = before
-            for handle in handles:
-                handle.remove()
 
     def follow_again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """For activation checkpointing: the recomputation of a layer uses the same experts."""
