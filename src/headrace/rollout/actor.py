@@ -13,7 +13,7 @@ from headrace.roles import Device
 from headrace.rollout.engine import Engine
 from headrace.rollout.engine_vllm import VllmEngine
 from headrace.rollout.rows import Generation, Request, request_seed
-from headrace.types import FinishReason, Order, Replay, Trajectory
+from headrace.types import FinishReason, Order, Trajectory
 
 COMING_S = 0.02  # between two turns that come back together
 MOST_GATHERED_S = 0.25
@@ -32,7 +32,7 @@ class RolloutActor:
     on_sampled: Callable[[int], None]  # tokens: before the trajectories that hold them, for the ledger
     on_begun: Callable[[int, int], None]  # serial and version, at a group's first token
     on_finished: Callable[[Trajectory], None]
-    # by id, unfinished requests and the trajectory that each continues
+    # by id, unfinished requests and the trajectory of each without what it sampled
     _pending: dict[str, tuple[Order, Trajectory]] = field(default_factory=dict, init=False)
     _work: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _booked: int = field(default=0, init=False)
@@ -61,7 +61,7 @@ class RolloutActor:
             if known is not None and known.finish is not FinishReason.ABORT:
                 self.on_finished(replace(known, id=id))
                 continue
-            before = order.nothing_sampled(i, now_s) if known is None else without_last_turn(known)
+            before = order.nothing_sampled(i, now_s) if known is None else unanswered(known)
             self._pending[id] = order, before
             parts = [order.turn] if order.turn else []
             if sampling.seed is not None:
@@ -73,8 +73,6 @@ class RolloutActor:
             request = Request(id=id, sampling=sampling, seed=seed, counted=order.counted, session=session)
             if known is not None and len(known.token_ids) > len(before.token_ids):
                 self.engine.resume_request(request, known, len(before.token_ids))
-            elif before.num_sampled_tokens:
-                self.engine.submit(before.token_ids, [request])
             else:
                 requests.append(request)
         if requests:
@@ -146,42 +144,23 @@ class RolloutActor:
         self.on_finished(self._trajectory(before, generation))
 
     def _trajectory(self, before: Trajectory, generation: Generation) -> Trajectory:
-        started_s = before.timing.started_s if before.spans else generation.started_s
-        token_ids = np.concatenate([before.token_ids, generation.token_ids])
-        sampled = np.concatenate([before.sampled, np.ones(len(generation.token_ids), np.bool_)])
+        tokens, timing = generation.token_ids, before.timing
         return replace(
             before,
             id=generation.id,
-            token_ids=token_ids,
-            sampled=sampled,
+            token_ids=np.concatenate([before.token_ids, tokens]),
+            sampled=np.concatenate([before.sampled, np.ones(len(tokens), np.bool_)]),
             logprobs=np.concatenate([before.logprobs, generation.logprobs]),
-            spans=before.spans + generation.spans,
+            spans=generation.spans,
             finish=generation.finish,
-            text=str(self.engine.policy.tokenizer.decode(token_ids[sampled], skip_special_tokens=True)),
-            timing=replace(before.timing, started_s=started_s, finished_s=generation.finished_s),
-            replay=joined(before, generation),
+            text=str(self.engine.policy.tokenizer.decode(tokens, skip_special_tokens=True)),
+            timing=replace(timing, started_s=generation.started_s, finished_s=generation.finished_s),
+            replay=generation.replay,
         )
 
 
-def without_last_turn(known: Trajectory) -> Trajectory:
-    """An unfinished trajectory up to where its last run of sampled tokens begins."""
-    cut = int(np.flatnonzero(~known.sampled).max(initial=-1)) + 1
-    replay, num_before = known.replay, int(np.count_nonzero(known.sampled[:cut]))
-    if replay is not None:
-        routes = None if replay.routes is None else replay.routes[:cut]
-        replay = Replay.of(replay.supports[:num_before], routes) if num_before else None
-    arrays: dict[str, Any] = {name: getattr(known, name)[:cut] for name in ("token_ids", "sampled", "logprobs")}
-    spans = tuple(span for span in known.spans if span.end <= cut)
-    return replace(known, **arrays, spans=spans, replay=replay)
-
-
-def joined(before: Trajectory, generation: Generation) -> Replay | None:
-    """The replay of `before` and `generation`, whose routes include those of `before`."""
-    earlier, later = before.replay, generation.replay
-    if earlier is None or later is None:
-        return later
-    routes = later.routes
-    if earlier.routes is not None:
-        assert routes is not None
-        routes = np.concatenate([earlier.routes, routes[len(earlier.routes) :]])
-    return Replay.of([*earlier.supports, *later.supports], routes)
+def unanswered(known: Trajectory) -> Trajectory:
+    """An unfinished answer without what was sampled of it."""
+    start = known.spans[0].start if known.spans else len(known.token_ids)
+    arrays: dict[str, Any] = {name: getattr(known, name)[:start] for name in ("token_ids", "sampled", "logprobs")}
+    return replace(known, **arrays, spans=(), replay=None)
