@@ -198,22 +198,6 @@ def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
     )
 
 
-def attend_causal(q_BTHD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, start: int, window: int) -> Tensor:
-    """Output `[B, T, H, D]` of queries from position `start` on, for keys and values of `[B * J]`."""
-    (batch, num_tokens), num_heads = q_BTHD.shape[:2], len(keys_BDL) // len(q_BTHD)
-    grouped = q_BTHD.unflatten(2, (num_heads, -1)).transpose(1, 2)  # [B, J, T, H / J, D]
-    group, q_BRD = grouped.shape[3], grouped.flatten(2, 3).flatten(0, 1)
-    outs = []
-    for first in range(0, num_tokens, TILE):
-        last = min(first + TILE, num_tokens)
-        length = tiled(start + last)
-        mask = unseen(torch.arange(start + first, start + last), length, window, q_BRD.dtype)
-        mask, q = mask.repeat_interleave(group, 0), q_BRD[:, first * group : last * group]
-        outs.append(attend(q, keys_BDL[..., :length], values_BLD[:, :length], mask))
-    out = torch.cat(outs, dim=1).unflatten(0, (batch, -1)).unflatten(2, (-1, group))
-    return out.transpose(1, 2).flatten(2, 3)  # type: ignore[no-any-return]
-
-
 def tiled(num_tokens: int) -> int:
     return -(-num_tokens // TILE) * TILE
 
@@ -224,12 +208,23 @@ class RectangleAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.rest = shape, scale, window = rest
-        q, k, v = (x.unflatten(0, (shape[0], -1)) for x in (q * scale, k, v))
-        fill = tiled(k.shape[1]) - k.shape[1]
+        ctx.rest = (batch, num_tokens), scale, window = rest
+        q, k, v = (x.unflatten(0, (batch, -1)) for x in (q * scale, k, v))
+        num_keys, num_heads = k.shape[1:3]
+        fill = tiled(num_keys) - num_keys
         keys = F.pad(k.permute(0, 2, 3, 1), (0, fill)).flatten(0, 1).contiguous()
         values = F.pad(v.transpose(1, 2), (0, 0, 0, fill)).flatten(0, 1).contiguous()
-        return attend_causal(q, keys, values, k.shape[1] - shape[1], window).flatten(0, 1)
+        grouped = q.unflatten(2, (num_heads, -1)).transpose(1, 2)  # [B, J, T, H / J, D]
+        group, q_BRD = grouped.shape[3], grouped.flatten(2, 3).flatten(0, 1)
+        outs, start = [], num_keys - num_tokens
+        for first in range(0, num_tokens, TILE):
+            last = min(first + TILE, num_tokens)
+            length = tiled(start + last)
+            mask = unseen(torch.arange(start + first, start + last), length, window, q_BRD.dtype)
+            mask, part = mask.repeat_interleave(group, 0), q_BRD[:, first * group : last * group]
+            outs.append(attend(part, keys[..., :length], values[:, :length], mask))
+        out = torch.cat(outs, dim=1).unflatten(0, (batch, -1)).unflatten(2, (-1, group))
+        return out.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
