@@ -7,7 +7,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from headrace.policy.quiet_transformers import save_model
+from headrace.policy.tensor_files import save_model
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"

@@ -30,9 +30,9 @@ from headrace.policy.exact import linear as exact_linear
 from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.hub import located
 from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported, refusing
-from headrace.policy.quiet_transformers import quiet_transformers, save_model
 from headrace.policy.routes import Routers, Routes
 from headrace.policy.shards import Shards
+from headrace.policy.tensor_files import quiet_transformers, save_model
 from headrace.roles import AttentionPlan
 from headrace.user_code import load_optional
 

@@ -1,4 +1,4 @@
-"""Tensors on disk, as safetensors, by `torch.distributed.checkpoint`: of models and checkpoints.
+"""Models on disk, and tensors: of models and checkpoints, by `torch.distributed.checkpoint`.
 
 The ranks of a sharded learner write their shards into one directory, for any number to read.
 """
@@ -7,8 +7,10 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.distributed_c10d import ProcessGroup, all_reduce
 from torch.distributed.tensor import DTensor
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from headrace.user_code import quiet
 
@@ -72,3 +75,32 @@ def _plain_errors() -> Iterator[None]:
             yield
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Inside, `transformers` reports errors only; afterwards its settings are as they were."""
+    had_bars, had_no_downloads = is_progress_bar_enabled(), are_progress_bars_disabled()
+    if had_bars:
+        disable_progress_bar()
+    try:
+        with quiet("transformers"):
+            yield
+    finally:
+        if had_bars:
+            enable_progress_bar()
+            if had_no_downloads:  # one switch of `transformers` turns on the bars of downloads too
+                disable_progress_bars()
+
+
+@quiet_transformers()
+def save_model(model: Any, tokenizer: Any, directory: Path, weights: dict[str, Any] | None = None) -> None:
+    """Write a model directory. Its files have the mode that the umask gives.
+
+    safetensors writes files that nobody else may read, whatever the umask is.
+    """
+    model.save_pretrained(directory, state_dict=weights)
+    tokenizer.save_pretrained(directory)
+    mode = (directory / "config.json").stat().st_mode  # a file that was just opened and written
+    for file in directory.glob("*.safetensors"):
+        file.chmod(mode)
