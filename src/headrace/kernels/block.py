@@ -190,8 +190,8 @@ def rotate_and_store(
     queries = qkv_TN.new_empty(len(qkv_TN), heads.num, heads.size)
     strides = keys.stride(0), keys.stride(2), keys.stride(1)
     _rotate[(len(qkv_TN),)](
-        qkv_TN, q_norm, k_norm, cos_TD, sin_TD, slots_T, queries, keys, values, *strides, heads.epsilon,
-        PAGE=keys.shape[2], **heads.sizes, num_warps=4, enable_fp_fusion=False,
+        qkv_TN, q_norm, k_norm, cos_TD, sin_TD, slots_T, queries, keys, values, *strides,
+        heads.epsilon, PAGE=keys.shape[2], **heads.sizes, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return queries
 
@@ -202,7 +202,8 @@ def rotate_heads(qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor) -
         norms = heads.norms if heads.norms is not None else (None, None)
         return _RotateHeads.apply(qkv_TN, *norms, heads, cos_TD, sin_TD)  # type: ignore[no-untyped-call, no-any-return]
     k, v = (qkv_TN.new_empty(len(qkv_TN), heads.num_kv, heads.size) for _ in range(2))
-    pages, slots = (k[:, :, None], v[:, :, None]), torch.arange(len(qkv_TN), device=qkv_TN.device)  # of one token
+    pages = k[:, :, None], v[:, :, None]  # of one token
+    slots = torch.arange(len(qkv_TN), device=qkv_TN.device)
     return rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, *pages, slots), k, v
 
 

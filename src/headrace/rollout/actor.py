@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -144,7 +143,7 @@ class RolloutActor:
         self.on_finished(self._trajectory(before, generation))
 
     def _trajectory(self, before: Trajectory, generation: Generation) -> Trajectory:
-        tokens, timing = generation.token_ids, before.timing
+        tokens, finished_s = generation.token_ids, generation.finished_s
         return replace(
             before,
             id=generation.id,
@@ -154,7 +153,7 @@ class RolloutActor:
             spans=generation.spans,
             finish=generation.finish,
             text=str(self.engine.policy.tokenizer.decode(tokens, skip_special_tokens=True)),
-            timing=replace(timing, started_s=generation.started_s, finished_s=generation.finished_s),
+            timing=replace(before.timing, started_s=generation.started_s, finished_s=finished_s),
             replay=generation.replay,
         )
 
@@ -162,5 +161,5 @@ class RolloutActor:
 def unanswered(known: Trajectory) -> Trajectory:
     """An unfinished answer without what was sampled of it."""
     start = known.spans[0].start if known.spans else len(known.token_ids)
-    arrays: dict[str, Any] = {name: getattr(known, name)[:start] for name in ("token_ids", "sampled", "logprobs")}
-    return replace(known, **arrays, spans=(), replay=None)
+    kept = {name: getattr(known, name)[:start] for name in ("token_ids", "sampled", "logprobs")}
+    return replace(known, **kept, spans=(), replay=None)

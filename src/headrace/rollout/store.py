@@ -108,7 +108,7 @@ class PrefillPlan:
         """Batch-invariant: the same bits however the prompt is cut into chunks."""
         return self._attend(exact.RectangleAttention.apply, layer, given[:3], *given[3:])
 
-    def _attend(self, attend: Any, layer: int, qkv: tuple[Tensor, ...], scale: float, window: int) -> Tensor:
+    def _attend(self, attend: Any, layer: int, qkv: Any, scale: float, window: int) -> Tensor:
         outs, sizes = [], [c.size for c in self.chunks]
         for c, q, k, v in zip(self.chunks, *(x.split(sizes) for x in qkv), strict=True):
             keys, values = self.arena.keys[layer][c.row], self.arena.values[layer][c.row]
