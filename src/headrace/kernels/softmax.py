@@ -6,6 +6,8 @@ log-prob of a sampled token is bit-identical to its score from the same logits. 
 vocabulary.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,27 +22,12 @@ def draw_tokens(logits_nV: Tensor, uniforms_n: Tensor, temperatures_n: Tensor) -
 
     A temperature of 0 is greedy, with a log-prob of 0.
     """
-    peaks, sums = _sum_up(logits_nV, temperatures_n)
-    (n, num_blocks), vocab = peaks.shape, logits_nV.shape[1]
-    tokens = torch.empty(n, dtype=torch.int64, device=logits_nV.device)
-    logprobs = torch.empty(n, dtype=torch.float32, device=logits_nV.device)
-    _draw[(n,)](
-        logits_nV, peaks, sums, uniforms_n, tokens, logprobs, temperatures_n, vocab, num_blocks,
-        BLOCK=BLOCK, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
-    return tokens, logprobs
+    return _in_two_passes(_draw, logits_nV, uniforms_n, torch.int64, temperatures_n, BLOCK=BLOCK)
 
 
 def token_logprobs(logits_nV: Tensor, tokens_n: Tensor, temperatures_n: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs `[n]` of given tokens, and the rows' log-sum-exp `[n]`."""
-    peaks, sums = _sum_up(logits_nV, temperatures_n)
-    (n, num_blocks), vocab = peaks.shape, logits_nV.shape[1]
-    logprobs, log_sums = torch.empty_like(peaks[:, 0]), torch.empty_like(peaks[:, 0])
-    _score[(n,)](
-        logits_nV, peaks, sums, tokens_n, logprobs, log_sums, temperatures_n, vocab, num_blocks,
-        BLOCKS=triton.next_power_of_2(num_blocks), num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
-    return logprobs, log_sums
+    return _in_two_passes(_score, logits_nV, tokens_n, torch.float32, temperatures_n)
 
 
 def logits_gradient(
@@ -71,15 +58,20 @@ def truncated(logits_nV: Tensor, temperatures_n: Tensor, top_k_n: Tensor, top_p_
     return out
 
 
-def _sum_up(logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+def _in_two_passes(
+    second: Any, logits: Tensor, given_n: Tensor, dtype: torch.dtype, temperatures: Tensor, **sizes: int
+) -> tuple[Tensor, Tensor]:
+    """What the `second` pass finds for each row and its given number: in `dtype`, and in float32."""
     n, vocab = logits.shape
     num_blocks = triton.cdiv(vocab, BLOCK)
     peaks = torch.empty(n, num_blocks, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(peaks)
-    _sum_blocks[(n, num_blocks)](
-        logits, peaks, sums, temperatures, vocab, num_blocks, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False
-    )
-    return peaks, sums
+    found, more = (torch.empty(n, dtype=kind, device=logits.device) for kind in (dtype, peaks.dtype))
+    rest, how = (temperatures, vocab, num_blocks), {"num_warps": 8, "enable_fp_fusion": False}
+    _sum_blocks[(n, num_blocks)](logits, peaks, sums, *rest, BLOCK=BLOCK, **how)
+    sizes["BLOCKS"] = triton.next_power_of_2(num_blocks)
+    second[(n,)](logits, peaks, sums, given_n, found, more, *rest, **sizes, **how)
+    return found, more
 
 
 @triton.jit
