@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from headrace import kernels
 from headrace.config import LearnerSection
 from headrace.errors import ModelError
+from headrace.kernels import AVAILABLE, adamw
 from headrace.learner.batch import Batch, balanced, pack
 from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
 from headrace.learner.objective import normaliser, objective
@@ -30,9 +30,6 @@ from headrace.measured import Mismatch, StepStats
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.types import FloatArray, Group, Item, Trajectory
-
-if kernels.AVAILABLE or TYPE_CHECKING:
-    from headrace.kernels.adamw import FusedAdamW
 
 
 class Learner:
@@ -230,11 +227,11 @@ class Optimizer:
             p if p.dtype in precise else p.detach().to(torch.float32, copy=True) for p in self.parameters
         ]
         one_dtype = len(dtypes) == 1 and torch.float64 not in dtypes  # what `FusedAdamW` can update
-        self._on_gpu = kernels.AVAILABLE and self.parameters[0].is_cuda and one_dtype
+        self._on_gpu = AVAILABLE and self.parameters[0].is_cuda and one_dtype
         self._several = False  # backward passes since the last step
         self._add_up = add_up
         betas, decay = (section.beta1, section.beta2), section.weight_decay
-        kind = FusedAdamW if self._on_gpu else torch.optim.AdamW
+        kind = adamw.FusedAdamW if self._on_gpu else torch.optim.AdamW
         self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
         steps = torch.zeros((), device=self.parameters[0].device if self._on_gpu else "cpu")
         for master in self.masters:  # `FusedAdamW` counts its steps once, torch's AdamW for each weight
@@ -283,7 +280,7 @@ class Optimizer:
         return next((name for name, master in named if not torch.isfinite(master).all()), None)
 
     def _step_on_gpu(self, scale: float, clip: float) -> float:
-        assert isinstance(self.adamw, FusedAdamW)
+        assert isinstance(self.adamw, adamw.FusedAdamW)
         gradients = [p.grad for p in self.parameters]  # of a single pass
         if self._several:
             self.make_room()

@@ -8,7 +8,7 @@ definition is that of `transformers`; only the plan differs.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from headrace import kernels
+from headrace.kernels import attention
 from headrace.policy.exact import RectangleAttention
 from headrace.policy.family import attend_rectangle
 from headrace.roles import AttentionPlan
-
-if kernels.AVAILABLE or TYPE_CHECKING:
-    from headrace.kernels.attention import QUERIES, Blocks, Tree, attention_gradient, block_attention, block_tokens
 
 NAME = "headrace"
 
@@ -66,7 +63,7 @@ class PackedPlan:
         self.positions = torch.from_numpy(positions).to(device)[None]  # [1, T]
         rows[stops - lengths] = np.array(self.after) + 1
         self._previous = torch.from_numpy(rows - 1).to(device)
-        self._cut: dict[int, Blocks] = {}
+        self._cut: dict[int, attention.Blocks] = {}
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         window = window if window < self.longest else 0
@@ -118,15 +115,15 @@ class PackedPlan:
         """The hidden states of the tokens before those at `at`: what predicts them."""
         return _rows(hidden_TE, self._previous[at])
 
-    def blocks(self, tokens: int) -> Blocks:
+    def blocks(self, tokens: int) -> attention.Blocks:
         if tokens not in self._cut:
             sizes = list(map(len, self._paths))
             parts = zip(self._depths, sizes, [0, *np.cumsum(sizes).tolist()], strict=False)
-            self._cut[tokens] = Blocks.of(parts, tokens, self._device, self._tree)
+            self._cut[tokens] = attention.Blocks.of(parts, tokens, self._device, self._tree)
         return self._cut[tokens]
 
     @cached_property
-    def _tree(self) -> Tree | None:
+    def _tree(self) -> attention.Tree | None:
         if max(self.after) < 0:
             return None
         stops = np.cumsum(self.lengths)
@@ -135,7 +132,8 @@ class PackedPlan:
             path = self._paths[i][: self._depths[i]]
             ends[path] = np.maximum(ends[path], ends[starts[i]])
         arrays = np.concatenate(self._paths), ends, self.positions[0].cpu().numpy()
-        return Tree(*(torch.from_numpy(x.astype(np.int32)).to(self._device) for x in arrays))
+        tensors = (torch.from_numpy(x.astype(np.int32)).to(self._device) for x in arrays)
+        return attention.Tree(*tensors)
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
@@ -150,8 +148,8 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: PackedPlan, scale: float, window: int) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        blocks = plan.blocks(block_tokens(q.shape[1], k.shape[1], q.dtype))
-        out, log_sums = block_attention(q, k, v, None, blocks, scale=scale, window=window)
+        blocks = plan.blocks(attention.block_tokens(q.shape[1], k.shape[1], q.dtype))
+        out, log_sums = attention.block_attention(q, k, v, None, blocks, scale=scale, window=window)
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.rest = plan, scale, window
         return out
@@ -160,5 +158,6 @@ class _Packed(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, scale, window = ctx.rest
         how = {"scale": scale, "window": window}
-        grads = attention_gradient(grad.contiguous(), ctx.saved_tensors, plan.blocks(QUERIES), **how)
+        blocks = plan.blocks(attention.QUERIES)
+        grads = attention.attention_gradient(grad.contiguous(), ctx.saved_tensors, blocks, **how)
         return *grads, None, None, None

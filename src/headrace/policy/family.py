@@ -14,18 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property, partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headrace import kernels
+from headrace.kernels import AVAILABLE, block
 from headrace.roles import AttentionPlan, PagedPlan
-
-if kernels.AVAILABLE or TYPE_CHECKING:
-    from headrace.kernels.block import Heads, add_norm, gate, rotate_heads
 
 MOST_ANGLES = 2**17  # positions whose angles are kept in a table
 BEYOND = 64  # positions after the model's last: the engine computes some before it throws them away
@@ -157,7 +154,7 @@ class FamilyBody:
         self._through_modules = False
         self._table: tuple[Tensor, Tensor] | None = None
         self.head_size: int = body.layers[0].self_attn.head_dim
-        self.fits_kernels = kernels.AVAILABLE and self.head_size & (self.head_size - 1) == 0
+        self.fits_kernels = AVAILABLE and self.head_size & (self.head_size - 1) == 0
 
     def __call__(self, token_ids_T: Tensor, positions_1T: Tensor, plan: AttentionPlan) -> Tensor:
         body = self._body
@@ -167,7 +164,7 @@ class FamilyBody:
             update = None  # of a layer: the next norm's kernel adds it to the residual stream
             for layer, joined in zip(body.layers, self._joined, strict=True):
                 x, update = self._run(self._fused_layer, layer, joined, x, update, cos, sin, plan)
-            return add_norm(x, update, body.norm.weight, body.norm.variance_epsilon)[1]
+            return block.add_norm(x, update, body.norm.weight, body.norm.variance_epsilon)[1]
         cos, sin = cos[:, None], sin[:, None]
         for layer in body.layers:
             one = layer if self._through_modules else partial(self._run, self._layer, layer)
@@ -226,16 +223,17 @@ class FamilyBody:
     ) -> tuple[Tensor, Tensor]:
         attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
         where = attention.layer_idx, attention.scaling, self._window(attention)
-        x, h = add_norm(x, update, before.weight, before.variance_epsilon)
+        x, h = block.add_norm(x, update, before.weight, before.variance_epsilon)
         qkv = joined.qkv(h)
         if isinstance(plan, PagedPlan):
             out = plan.rotate_and_attend(where[0], qkv, joined.heads, cos, sin, *where[1:])
         else:
-            out = plan.attend(where[0], *rotate_heads(qkv, joined.heads, cos, sin), *where[1:])
-        x, h = add_norm(x, attention.o_proj(out.flatten(1)), after.weight, after.variance_epsilon)
+            out = plan.attend(where[0], *block.rotate_heads(qkv, joined.heads, cos, sin), *where[1:])
+        out = attention.o_proj(out.flatten(1))
+        x, h = block.add_norm(x, out, after.weight, after.variance_epsilon)
         if joined.gate_up is None:
             return x, self._mixture(layer.mlp, h)
-        return x, layer.mlp.down_proj(gate(joined.gate_up(h)))
+        return x, layer.mlp.down_proj(block.gate(joined.gate_up(h)))
 
     def _angles(self, x: Tensor, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin `[T, D]` of the positions (RoPE); on a GPU looked up in a table."""
@@ -284,7 +282,7 @@ class _Joined:
         self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
         self.gate_up = None if hasattr(mlp, "experts") else JoinedLinear([mlp.gate_proj, mlp.up_proj])
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
-        self.heads = Heads(
+        self.heads = block.Heads(
             num=attention.q_proj.out_features // attention.head_dim,
             num_kv=attention.k_proj.out_features // attention.head_dim,
             size=attention.head_dim,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from headrace import kernels
 from headrace.config import LearnerSection, ModelSection
 from headrace.errors import ModelError
+from headrace.kernels import AVAILABLE, softmax
 from headrace.policy.attention import NAME, PackedPlan
 from headrace.policy.exact import ExactBody, check_rows, use_batch_invariant_gemms
 from headrace.policy.exact import linear as exact_linear
@@ -35,9 +35,6 @@ from headrace.policy.shards import Shards
 from headrace.policy.tensor_files import quiet_transformers, save_model
 from headrace.roles import AttentionPlan
 from headrace.user_code import load_optional
-
-if kernels.AVAILABLE or TYPE_CHECKING:
-    from headrace.kernels.softmax import logits_gradient, token_logprobs
 
 R = TypeVar("R", bound=tuple[Any, ...])
 Linear = Callable[[Tensor, Tensor], Tensor]
@@ -357,7 +354,7 @@ def chosen_logprobs(
     Over the Support `support` and over all tokens. The head is applied to a chunk of tokens at a
     time, and again in the backward pass: there is never a float32 tensor of [N, V].
     """
-    fused = hidden.is_cuda and kernels.AVAILABLE
+    fused = hidden.is_cuda and AVAILABLE
     given: tuple[Any, ...] = hidden, weight, chosen, temperature, support, linear, fused
     found = _ChosenLogprobs.apply(*given)  # type: ignore[no-untyped-call]
     return found[0], found[-1]
@@ -383,7 +380,8 @@ class _ChosenLogprobs(torch.autograd.Function):
             logits = linear(hidden[rows], weight)
             if fused:
                 for kind, values in enumerate(_over_support_and_all(logits, support, rows)):
-                    found[kind, rows], log_sums[kind, rows] = token_logprobs(values, chosen[rows], temperature[rows])
+                    scores = softmax.token_logprobs(values, chosen[rows], temperature[rows])
+                    found[kind, rows], log_sums[kind, rows] = scores
                 continue
             for row, logprobs in zip(found, _chunk_logprobs(logits, temperature, support, rows), strict=True):
                 row[rows] = logprobs.gather(1, chosen[rows, None]).squeeze(1)
@@ -432,7 +430,8 @@ def _fused_gradient(
     logits: Tensor, chosen: Tensor, temperature: Tensor, support: Any, rows: slice, grad: Tensor, log_sums: Tensor
 ) -> Tensor:
     each = zip(_over_support_and_all(logits, support, rows), log_sums, grad.contiguous(), strict=True)
-    return reduce(Tensor.add_, [logits_gradient(x, chosen, y, g, temperature[rows]) for x, y, g in each])
+    found = [softmax.logits_gradient(x, chosen, y, g, temperature[rows]) for x, y, g in each]
+    return reduce(Tensor.add_, found)
 
 
 def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) -> list[Tensor]:
@@ -445,7 +444,7 @@ def _over_support_and_all(logits: Tensor, support: Support | None, rows: slice) 
 def _row_chunks(hidden: Tensor, weight: Tensor, support: Support | None) -> list[slice]:
     """Rows whose logits have CHUNK_ELEMENTS; with our kernels, a share of the GPU's memory."""
     size = CHUNK_ELEMENTS // len(weight)
-    if hidden.is_cuda and kernels.AVAILABLE:
+    if hidden.is_cuda and AVAILABLE:
         memory_bytes = torch.cuda.get_device_properties(hidden.device).total_memory
         most_bytes = memory_bytes // (16 if support is None else 64)
         size = most_bytes // (len(weight) * weight.element_size())

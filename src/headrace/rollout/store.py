@@ -13,14 +13,14 @@ use, so a decode step reads the cache in place, as a slice, without a gather. Ke
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headrace import kernels
+from headrace.kernels import softmax
 from headrace.policy import exact
 from headrace.policy.family import attend_rectangle, unseen
 from headrace.policy.policy import Policy
@@ -28,9 +28,6 @@ from headrace.policy.routes import Routes
 from headrace.roles import AttentionPlan
 from headrace.rollout.rows import Burst, Ints, Rows, uniforms
 from headrace.types import IntArray, RouteArray, Sampling
-
-if kernels.AVAILABLE or TYPE_CHECKING:
-    from headrace.kernels.softmax import draw_tokens, truncated
 
 MOST_STEPS = 16  # of one burst; new requests and weights wait for its end
 STAGING_ROWS = 8  # prompts in prefill at the same time; more of them if they are short
@@ -364,9 +361,9 @@ def _draw_on_gpu(logits: Tensor, samplings: list[Sampling], uniforms: Tensor, tr
     if truncates:
         columns = zip(*((s.top_k, s.top_p, s.min_p) for s in samplings), strict=True)
         limits = [torch.tensor(column, device=logits.device) for column in columns]
-        logits = truncated(logits, temperatures, *limits)
+        logits = softmax.truncated(logits, temperatures, *limits)
         allowed = torch.isfinite(logits)
-    return Draw(*draw_tokens(logits, uniforms, temperatures), allowed)
+    return Draw(*softmax.draw_tokens(logits, uniforms, temperatures), allowed)
 
 
 def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
