@@ -224,7 +224,7 @@ class RectangleAttention(torch.autograd.Function):
             mask, part = mask.repeat_interleave(group, 0), q_BRD[:, first * group : last * group]
             outs.append(attend(part, keys[..., :length], values[:, :length], mask))
         out = torch.cat(outs, dim=1).unflatten(0, (batch, -1)).unflatten(2, (-1, group))
-        return out.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        return out.transpose(1, 2).flatten(2, 3).flatten(0, 1)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
