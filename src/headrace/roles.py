@@ -173,20 +173,14 @@ class Answers(Protocol):
 
 
 class AttentionPlan(Protocol):
-    """Which tokens of a forward pass attend to which."""
+    """Which tokens of a forward pass attend to which.
+
+    Plans for a CPU take one more argument, `exact`: batch-invariant, a token's result is then
+    independent of its batch.
+    """
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """The attention output `[T, H, D]`. A `window` of 0 sees the whole past."""
-
-
-@runtime_checkable
-class ExactPlan(Protocol):
-    """A plan with batch-invariant attention: a token's result is independent of its batch."""
-
-    def attend_exact(
-        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
-    ) -> Tensor:
-        """As `AttentionPlan.attend`."""
 
 
 @runtime_checkable

@@ -65,16 +65,17 @@ class PackedPlan:
         self._previous = torch.from_numpy(rows - 1).to(device)
         self._cut: dict[int, attention.Blocks] = {}
 
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int, exact: bool = False
+    ) -> Tensor:
+        """If `exact`, batch-invariant, with the bits that decoding computes."""
+        if exact:
+            return self._attend_rectangles(RectangleAttention.apply, q_THD, k_TJD, v_TJD, scale, window)
         window = window if window < self.longest else 0
         if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
             packed: Any = _Packed.apply
             return packed(q_THD, k_TJD, v_TJD, self, scale, window)  # type: ignore[no-any-return]
         return self._attend_rectangles(attend_rectangle, q_THD, k_TJD, v_TJD, scale, window)
-
-    def attend_exact(self, layer: int, *given: Any) -> Tensor:
-        """Batch-invariant, with the bits that decoding computes."""
-        return self._attend_rectangles(RectangleAttention.apply, *given)
 
     def _attend_rectangles(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         if min(self.lengths) == self.longest:

@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
 from headrace.policy.family import FamilyBody, Gated, RmsNorm, Rotate, attend_rectangle, call, unseen
-from headrace.roles import ExactPlan
 
 ROWS = 16  # products of fewer rows may use other instructions: this many set the standard
 TILE = 64  # keys come in multiples of it
@@ -243,8 +242,8 @@ class ExactBody(FamilyBody):
     def _linear(self, module: Any, x: Tensor) -> Tensor:
         return linear(x, module.weight, module.bias)
 
-    def _attend(self, plan: ExactPlan, *where: Any) -> Tensor:
-        return plan.attend_exact(*where)
+    def _attend(self, plan: Any, *where: Any) -> Tensor:
+        return plan.attend(*where, True)  # type: ignore[no-any-return]
 
     def _mixture(self, mlp: Any, x: Tensor) -> Tensor:
         with ExactFunctions():

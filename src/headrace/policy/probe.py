@@ -237,10 +237,6 @@ class _ProbePlan(PackedPlan):
         self._note(layer, *given[:3])
         return super().attend(layer, *given)
 
-    def attend_exact(self, layer: int, *given: Any) -> Tensor:
-        self._note(layer, *given[:3])
-        return super().attend_exact(layer, *given)
-
     def _note(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> None:
         self.num_heads.add(q_THD.shape[1])
         key_size, value_size = k_TJD.shape[2], v_TJD.shape[2]

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import softmax
-from headrace.policy import exact
+from headrace.policy.exact import TILE, RectangleAttention, tiled
+from headrace.policy.exact import attend as attend_tiles
 from headrace.policy.family import attend_rectangle, unseen
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
@@ -98,21 +99,19 @@ class PrefillPlan:
     def __init__(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
         self.arena, self.chunks = arena, chunks
 
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        return self._attend(attend_rectangle, layer, (q_THD, k_TJD, v_TJD), scale, window)
-
-    def attend_exact(self, layer: int, *given: Any) -> Tensor:
-        """Batch-invariant: the same bits however the prompt is cut into chunks."""
-        return self._attend(exact.RectangleAttention.apply, layer, given[:3], *given[3:])
-
-    def _attend(self, attend: Any, layer: int, qkv: Any, scale: float, window: int) -> Tensor:
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int, exact: bool = False
+    ) -> Tensor:
+        """If `exact`, the same bits however the prompt is cut into chunks."""
+        rectangle: Any = RectangleAttention.apply if exact else attend_rectangle
         outs, sizes = [], [c.size for c in self.chunks]
-        for c, q, k, v in zip(self.chunks, *(x.split(sizes) for x in qkv), strict=True):
+        parts = (x.split(sizes) for x in (q_THD, k_TJD, v_TJD))
+        for c, q, k, v in zip(self.chunks, *parts, strict=True):
             keys, values = self.arena.keys[layer][c.row], self.arena.values[layer][c.row]
             keys[..., c.start : c.end] = k.permute(1, 2, 0)
             values[:, c.start : c.end] = v.transpose(0, 1)
             seen = keys[..., : c.end].permute(2, 0, 1), values[:, : c.end].transpose(0, 1)
-            outs.append(attend(q, *seen, (1, c.size), scale, window if window < c.end else 0))
+            outs.append(rectangle(q, *seen, (1, c.size), scale, window if window < c.end else 0))
         return torch.cat(outs)
 
 
@@ -126,26 +125,22 @@ class DecodePlan:
         self._grid = self._at[:, None]  # [n, m], m tokens of each row
         self._masks: dict[int, Tensor] = {}
 
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
-        num_heads = k_TJD.shape[1]
-        keys, values = self._write(layer, k_TJD, v_TJD, self.longest)
-        grouped = q_THD.unflatten(1, (num_heads, -1)).flatten(0, 1)  # [n * J, H / J, D]
-        start, beta = q_THD.new_empty(1, 1, 1), 0
-        if not self._equal or 0 < window < self.longest:
-            start, beta = self._mask(window, keys, num_heads, grouped.shape[1] // self._grid.shape[1]), 1
-        scores = torch.baddbmm(start, grouped, keys, beta=beta, alpha=scale)
-        precise = torch.promote_types(scores.dtype, torch.float32)
-        out = torch.bmm(torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype), values)
-        return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
-
-    def attend_exact(
-        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int
+    def attend(
+        self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int, exact: bool = False
     ) -> Tensor:
-        """Batch-invariant: the same bits as in prefill and training."""
+        """If `exact`, the same bits as in prefill and training."""
         num_heads = k_TJD.shape[1]
-        keys, values = self._write(layer, k_TJD, v_TJD, exact.tiled(self.longest))
-        grouped = (q_THD * scale).unflatten(1, (num_heads, -1)).flatten(0, 1)
-        out = exact.attend(grouped, keys, values, self._mask(window, keys, num_heads, 1))
+        keys, values = self._write(layer, k_TJD, v_TJD, tiled(self.longest) if exact else self.longest)
+        grouped = q_THD.unflatten(1, (num_heads, -1)).flatten(0, 1)  # [n * J, H / J, D]
+        if exact:
+            out = attend_tiles(grouped * scale, keys, values, self._mask(window, keys, num_heads, 1))
+        else:
+            start, beta = q_THD.new_empty(1, 1, 1), 0
+            if not self._equal or 0 < window < self.longest:
+                start, beta = self._mask(window, keys, num_heads, grouped.shape[1] // self._grid.shape[1]), 1
+            scores = torch.baddbmm(start, grouped, keys, beta=beta, alpha=scale)
+            precise = torch.promote_types(scores.dtype, torch.float32)
+            out = torch.bmm(torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype), values)
         return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
 
     def _write(self, layer: int, k_TJD: Tensor, v_TJD: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -180,12 +175,12 @@ class VerifyPlan(DecodePlan):
         self._grid = self._at.new_zeros(int(which.max()) + 1, int(ahead.max()) + 1)
         self._grid[self._rows, self._ahead] = self._at
 
-    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, *how: Any) -> Tensor:
         """A row's tokens attend like further query heads of one token."""
         q = q_THD.new_zeros(*self._grid.shape, *q_THD.shape[1:])
         q[self._rows, self._ahead] = q_THD
         q = q.unflatten(2, (k_TJD.shape[1], -1)).transpose(1, 2)  # [n, J, m, H / J, D]
-        out = super().attend(layer, q.flatten(1, 3), k_TJD, v_TJD, scale, window)
+        out = super().attend(layer, q.flatten(1, 3), k_TJD, v_TJD, *how)
         out = out.unflatten(1, q.shape[1:4]).transpose(1, 2)  # [n, m, J, H / J, D]
         return out.flatten(2, 3)[self._rows, self._ahead]  # type: ignore[no-any-return]
 
@@ -197,7 +192,7 @@ class RowStore:
 
     def __init__(self, policy: Policy, kv_tokens: int, running: Rows) -> None:
         self._policy, self._kv_tokens, self._running = policy, kv_tokens, running
-        arena = partial(Arena, policy, granule_tokens=exact.TILE if policy.exact else 8)
+        arena = partial(Arena, policy, granule_tokens=TILE if policy.exact else 8)
         self._arena, self._staging = arena(kv_tokens), arena(2**62)
         self._free = list(range(4 * STAGING_ROWS))
         self._kept_tokens = 0  # in caches that `keep` made
