@@ -233,11 +233,7 @@ class _ProbePlan(PackedPlan):
         self.kept: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)  # by layer
         self.num_heads: set[int] = set()
 
-    def attend(self, layer: int, *given: Any) -> Tensor:
-        self._note(layer, *given[:3])
-        return super().attend(layer, *given)
-
-    def _note(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor) -> None:
+    def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, *how: Any) -> Tensor:
         self.num_heads.add(q_THD.shape[1])
         key_size, value_size = k_TJD.shape[2], v_TJD.shape[2]
         if k_TJD.is_cuda and key_size != value_size:
@@ -246,6 +242,7 @@ class _ProbePlan(PackedPlan):
                 "must be of one size; set model.device = 'cpu'"
             )
         self.kept[layer].append((k_TJD, v_TJD))
+        return super().attend(layer, q_THD, k_TJD, v_TJD, *how)
 
 
 @dataclass

@@ -268,7 +268,7 @@ class Rows:
             whole["version"][span.start : span.end] = span.version
         if known.replay is not None and known.replay.routes is not None:
             whole["routes"] = known.replay.routes
-        supports = known.replay.supports[np.count_nonzero(known.sampled[:start]) :] if known.replay else []
+        supports = known.replay.supports if known.replay else []
         prompt, started_s, routes = known.token_ids[:start], known.timing.started_s, whole["routes"][:start]
         return RowSequence(request, prompt, started_s, routes, next(self._orders), supports, whole[start:])
 
