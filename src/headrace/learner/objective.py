@@ -86,30 +86,20 @@ def needs_whole_step(kind: AdvantageKind) -> bool:
 
 def advantages(kind: AdvantageKind, rewards_by_group: Sequence[Rewards]) -> list[Advantages]:
     """One advantage per reward. `rewards_by_group` are the groups of one step."""
-    match kind:
-        case "grpo":
-            return [_centred(rewards) / (_std(rewards) + STD_FLOOR) for rewards in rewards_by_group]
-        case "dr-grpo":
-            return [_centred(rewards) for rewards in rewards_by_group]
-        case "rloo":
-            # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
-            return [_centred(r) * (len(r) / max(len(r) - 1, 1)) for r in rewards_by_group]
-        case "reinforce++":
-            return _reinforce_plus_plus(rewards_by_group)
-
-
-def _reinforce_plus_plus(rewards_by_group: Sequence[Rewards]) -> list[Advantages]:
-    """Subtract the group's mean, divide by the step's std. Groups of one: the step's mean."""
-    if not rewards_by_group:
-        return []
-    ends = np.cumsum([len(rewards) for rewards in rewards_by_group])[:-1]
-    if all(len(rewards) <= 1 for rewards in rewards_by_group):
+    centred = [_centred(rewards) for rewards in rewards_by_group]
+    if kind == "dr-grpo" or not centred:
+        return centred
+    if kind == "grpo":
+        return [c / (_std(r) + STD_FLOOR) for c, r in zip(centred, rewards_by_group, strict=True)]
+    if kind == "rloo":
+        # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
+        return [c * (len(c) / max(len(c) - 1, 1)) for c in centred]
+    # REINFORCE++: subtract the group's mean, divide by the step's std. The step's mean is not
+    # subtracted again: centred groups sum to zero, and silent groups stay exactly zero.
+    step = np.concatenate(centred)
+    if all(len(c) <= 1 for c in centred):  # groups of one: subtract the step's mean
         step = _centred(np.concatenate(rewards_by_group))
-    else:
-        # The step's mean is not subtracted again: centred groups sum to zero, and silent groups
-        # stay exactly zero.
-        step = np.concatenate([_centred(rewards) for rewards in rewards_by_group])
-    return np.split(step / (_std(step) + STD_FLOOR), ends)
+    return np.split(step / (_std(step) + STD_FLOOR), np.cumsum([len(c) for c in centred])[:-1])
 
 
 def _centred(rewards: Rewards) -> Advantages:
@@ -230,14 +220,12 @@ def correction_weight(
     """
     ratio = log_ratio(proximal.detach(), behaviour.detach()).exp()
     ones, everything = torch.ones_like(ratio), torch.ones_like(ratio, dtype=torch.bool)
-    match kind:
-        case "none":
-            return ones, everything
-        case "truncated":
-            return ((high / ratio).clamp(max=1.0) if carried else ratio.clamp(max=high)), everything
-        case "masked":
-            kept = ~((ratio < low) | (ratio > high))  # a NaN is kept: it must reach the loss
-            return torch.where(kept, ones if carried else ratio, torch.zeros_like(ratio)), kept
+    if kind == "none":
+        return ones, everything
+    if kind == "truncated":
+        return ((high / ratio).clamp(max=1.0) if carried else ratio.clamp(max=high)), everything
+    kept = ~((ratio < low) | (ratio > high))  # a NaN is kept: it must reach the loss
+    return torch.where(kept, ones if carried else ratio, torch.zeros_like(ratio)), kept
 
 
 def corrected(per_token: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
@@ -269,13 +257,9 @@ def weights(
 ) -> Tensor:
     """The weight of each of N tokens: 1, 1 / its sequence's length, or 1 / `constant_length`."""
     ones = torch.ones(sequence_ids.shape, dtype=dtype, device=sequence_ids.device)
-    match kind:
-        case "token":
-            return ones
-        case "sequence":
-            return ones / torch.bincount(sequence_ids)[sequence_ids]
-        case "constant":
-            return ones / constant_length
+    if kind == "sequence":
+        return ones / torch.bincount(sequence_ids)[sequence_ids]
+    return ones if kind == "token" else ones / constant_length
 
 
 def normaliser(kind: AggregationKind, num_tokens: int, num_sequences: int) -> float:
