@@ -83,11 +83,9 @@ class Policy:
             self._prepare_exact()
         was_training = model.training
         model.eval()  # without dropout
-        try:
-            with torch.no_grad():
-                found = self._gathered_for(self._checked)
-        finally:
-            model.train(was_training)
+        with torch.no_grad():
+            found = self._gathered_for(self._checked)
+        model.train(was_training)
         self.num_kv_heads, self.head_size, self.value_size, self.unchecked = found
 
     def _checked(self) -> tuple[int, int, int, str]:
