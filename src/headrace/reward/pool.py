@@ -37,7 +37,6 @@ PAUSE_S = 0.5  # before a retry of what was unavailable; doubled each time
 MAX_GOING = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}  # jobs that one worker has at a time
 MAX_PLAYING = 1024  # agents, or replies of environments that are coroutines
 MAX_REPLY_BYTES = 1 << 20
-READ_BYTES = 1 << 16
 LIMITS = {"nproc": 1024, "nofile": 1024}  # of a worker in a sandbox; threads count as processes
 DISK_MB = 256
 PASSED_ON = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "TZ")  # of the environment
@@ -73,7 +72,6 @@ class JudgeProcess:
 
     def __init__(self, setup: Setup) -> None:
         self.mode, self._setup = Mode.SINGLE, setup
-        self.ended = False  # its end of the socket is closed, or it is not heard any more
         self.num_sent = 0  # jobs; also the number of the next item
         self.going: dict[int, Job] = {}  # by item number, oldest first
         self.replies: deque[dict[str, Any]] = deque()
@@ -81,7 +79,6 @@ class JudgeProcess:
         self._wrong = ""  # with what it sent
         self._limit_s = 0.0  # for one reply
         self._heard_s = 0.0  # loop time of the last reply
-        self._buffer = bytearray()
         self.wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
@@ -103,7 +100,12 @@ class JudgeProcess:
         self.printed = Printed(*filter(None, (self.process.stdout, self.process.stderr)))
         self._said: str | None = None  # by the call whose verdicts come in; None: it is not read yet
         self._socket.setblocking(False)
-        self._loop.add_reader(self._socket, self._read)
+        self._listening = asyncio.create_task(self._listen())
+
+    @property
+    def ended(self) -> bool:
+        """Whether its end of the socket is closed, or it is not heard any more."""
+        return self._listening.done()
 
     async def prepare(self) -> None:
         """Load the function in the worker; raises RewardError if that fails."""
@@ -136,8 +138,7 @@ class JudgeProcess:
         except TimeoutError as error:
             raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"request not read within {timeout_s:g} s") from error
         except OSError as error:
-            if not self.ended:
-                self._read()  # it may have replied before it ended
+            await asyncio.wait([self._listening], timeout=GRACE_S)  # it may have replied before it ended
             raise JudgeLostError(DropReason.REWARD_ERROR, await self._epitaph()) from error
 
     async def receive(self, deadline: float) -> dict[str, Any] | None:
@@ -146,8 +147,7 @@ class JudgeProcess:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self.woken()
-            if not self.ended:
-                self._read()  # if this loop was busy past the deadline, the reply is here already
+            await asyncio.sleep(0)  # if this loop was busy past the deadline, the reply is here already
         if self.replies:
             self._heard_s = self._loop.time()
             return self.replies.popleft()
@@ -191,7 +191,8 @@ class JudgeProcess:
 
     async def stop(self, *, gently: bool = False) -> None:
         """End the process and reap it; with `gently`, an idle one may first end by itself."""
-        self._hang_up()
+        self._listening.cancel()
+        await asyncio.wait([self._listening])
         self._socket.close()
         if gently and not self.going:
             await self._exited(GRACE_S)
@@ -202,35 +203,34 @@ class JudgeProcess:
             self.process.wait()
         self.printed.close()
 
-    def _read(self) -> None:
-        """Read what has arrived, without waiting, and no more at a time than the longest reply."""
+    async def _listen(self) -> None:
+        """Take in replies, until the other end is closed or has sent something else."""
         try:
-            for _ in range(MAX_REPLY_BYTES // READ_BYTES):
-                data = self._socket.recv(READ_BYTES)
-                self._buffer += data
-                if not data:
-                    self._hang_up()
-                    break
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._hang_up()
-        try:
-            for reply in _replies_in(self._buffer):
+            while True:
+                (num_bytes,) = HEADER.unpack(await self._received(HEADER.size))
+                if num_bytes > MAX_REPLY_BYTES:
+                    raise ValueError(f"a reply of {num_bytes:,} bytes, more than {MAX_REPLY_BYTES:,}")
+                reply = json.loads(await self._received(num_bytes))
+                if not isinstance(reply, dict):
+                    raise ValueError(reprlib.repr(reply))
                 if len(self.replies) == (len(self.going) if self._is_ready else 1):
                     raise ValueError("a reply that nobody asked for")
                 self.replies.append(reply)
+                self.wake.set()
         except (ValueError, RecursionError) as error:  # user code wrote to the socket
             self._wrong = f"the worker process sent something that is no verdict: {error}"
-            self._hang_up()
-        if self.replies:
+        except (EOFError, OSError):
+            pass
+        finally:
             self.wake.set()
 
-    def _hang_up(self) -> None:
-        if not self.ended:
-            self.ended = True
-            self._loop.remove_reader(self._socket)
-            self.wake.set()
+    async def _received(self, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:
+            data += (piece := await self._loop.sock_recv(self._socket, num_bytes - len(data)))
+            if not piece:
+                raise EOFError
+        return data
 
     async def _exited(self, timeout_s: float | None) -> None:
         """Wait until the process has ended. It is not reaped yet: nothing else can have its id."""
@@ -456,19 +456,3 @@ def pickled(judged: Judged) -> bytes | Score:
         return pickle.dumps(own_copy(judged))
     except Exception as error:  # pickling runs the fields' own code
         return failure(f"the prompt's fields cannot be pickled for a worker process: {error!r}")
-
-
-def _replies_in(buffer: bytearray) -> Iterator[dict[str, Any]]:
-    """Remove the complete replies from the front of `buffer`."""
-    while len(buffer) >= HEADER.size:
-        (num_bytes,) = HEADER.unpack_from(buffer)
-        if num_bytes > MAX_REPLY_BYTES:
-            raise ValueError(f"a reply of {num_bytes:,} bytes, more than {MAX_REPLY_BYTES:,}")
-        end = HEADER.size + num_bytes
-        if len(buffer) < end:
-            break
-        reply = json.loads(buffer[HEADER.size : end])
-        del buffer[:end]
-        if not isinstance(reply, dict):
-            raise ValueError(reprlib.repr(reply))
-        yield reply
