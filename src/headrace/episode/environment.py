@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.config import EpisodeSection
+from headrace.episode.session import EpisodeFailedError
 from headrace.errors import ConfigError, RewardError
 from headrace.roles import Judge
 from headrace.types import Command, DropReason, Prompt
@@ -30,12 +31,11 @@ ADVICE = (
 )
 
 
-class EnvironmentFailedError(Exception):
-    """An environment cannot go on: its episode is dropped."""
+class EnvironmentFailedError(EpisodeFailedError):
+    """An environment cannot go on."""
 
     def __init__(self, detail: str, reason: DropReason = DropReason.ENV_ERROR) -> None:
-        super().__init__(detail)
-        self.reason = reason
+        super().__init__(detail, reason)
 
 
 class _LostError(EnvironmentFailedError):

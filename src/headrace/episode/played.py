@@ -11,10 +11,10 @@ import numpy as np
 from headrace.episode.answer import ParsedAnswer
 from headrace.episode.chat import Message
 from headrace.episode.environment import ADVICE, Environment, EnvironmentFailedError, Environments, Said
-from headrace.episode.session import AbortedError, Desk, Session
+from headrace.episode.session import Desk, Session
 from headrace.episode.tree import context, place_before
 from headrace.errors import ChatError, ConfigError
-from headrace.types import DropReason, Example, FinishReason, Order, Outcome, Prompt, Trajectory, Turn
+from headrace.types import Example, Outcome, Prompt, Trajectory, Turn
 
 R = TypeVar("R")
 
@@ -48,8 +48,8 @@ class Player:
             task.cancel()
         await self.environments.close()
 
-    def open(self, order: Order, i: int) -> "PlayedEpisode":
-        return PlayedEpisode(self, Session(self.desk, order, i), (order.so_far or {}).get(order.indices[i]))
+    async def play(self, session: Session) -> Outcome:
+        return await PlayedEpisode(self, session).play()
 
     async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> Example:
         """Tokens of the `chat` that follows the environment's first message, and which of them are learned."""
@@ -84,10 +84,10 @@ class Player:
 
 
 class PlayedEpisode:
-    """One episode, from its first message to its reward. `known` is of an earlier attempt, to be continued."""
+    """One episode, from its first message to its reward."""
 
-    def __init__(self, player: Player, session: Session, known: Trajectory | None) -> None:
-        self.player, self.session, self._known = player, session, known
+    def __init__(self, player: Player, session: Session) -> None:
+        self.player, self.session = player, session
         self._described = player.environments.described
         self._tools = list(self._described.tools) or None
         self._environment = player.environments.open(session.id, session.order.prompt)
@@ -98,15 +98,11 @@ class PlayedEpisode:
     async def play(self) -> Outcome:
         try:
             await self._start()
-            known = self._known
+            known = self.session.known
             answer = await self._repeat(known) if known and known.turns else await self._next_answer()
             while answer is not None and await self._reply(answer):
                 answer = await self._next_answer()
             return await self._score()
-        except EnvironmentFailedError as failed:
-            return Outcome(trajectory=self.session.trajectory, failure=failed.reason, detail=str(failed))
-        except AbortedError:
-            return Outcome(trajectory=replace(self.session.trajectory, finish=FinishReason.ABORT))
         finally:
             self.player.let_go(self._environment)
 
@@ -122,7 +118,7 @@ class PlayedEpisode:
         session, began, log = self.session, known.turns[0].start, []
         if not np.array_equal(known.token_ids[:began], session.trajectory.token_ids):
             raise EnvironmentFailedError(f"it began otherwise than before; {ADVICE}")
-        session.trajectory = replace(known, id=session.id)
+        session.go_on(known)
         for turn in known.turns[:-1]:
             answer = self._read(turn)
             if (given := self._given(answer)) is not None:
@@ -157,9 +153,13 @@ class PlayedEpisode:
         """Let the environment reply; False if the episode is over."""
         message, turn = answer.message(), self.session.trajectory.turns[-1]
         began_s = self.player.desk.now()
-        said = await self._said(answer)
-        if said is None:
+        given = self._given(answer)
+        if answer.error:
+            said = Said(replies=(f"error: {answer.error}",) * max(1, len(answer.tool_calls)), done=False)
+        elif given is None:
             return False
+        else:
+            said = await self._timed(self._environment.turn(given))
         told = said.model_dump(include={"replies", "reward", "snapshot"})
         self.session.replace_turn(turn, replace(turn, **told, environment_s=self.player.desk.now() - began_s))
         if said.done:
@@ -173,14 +173,6 @@ class PlayedEpisode:
             return False
         self._history += [message, *new]
         return True
-
-    async def _said(self, answer: ParsedAnswer) -> Said | None:
-        """The environment's reply; None if the answer was the last word."""
-        if answer.error:
-            replies = (f"error: {answer.error}",) * max(1, len(answer.tool_calls))
-            return Said(replies=replies, done=False)
-        given = self._given(answer)
-        return None if given is None else await self._timed(self._environment.turn(given))
 
     def _given(self, answer: ParsedAnswer) -> dict[str, Any] | None:
         """What the environment is asked; None if it is not: an error, or a last word."""
@@ -202,14 +194,11 @@ class PlayedEpisode:
         # what the policy caused (a limit, a last word) is an end with a reward
         if not parts and not self._described.scores and not self._ended:
             parts = {"turns": 0.0}
-        trajectory = replace(self.session.trajectory, turns=turns, reward_parts=parts)
-        if self.player.reward_follows:
-            return Outcome(trajectory=trajectory)
-        if not parts:
-            detail = "the episode ended without a reward: raise Done(text, reward=...), or give it a method reward()"
-            return Outcome(trajectory=trajectory, failure=DropReason.ENV_ERROR, detail=detail)
-        timing = replace(trajectory.timing, scored_s=self.player.desk.now())
-        return Outcome(trajectory=replace(trajectory, reward=float(sum(parts.values())), timing=timing))
+        self.session.trajectory = replace(self.session.trajectory, turns=turns)
+        if not parts and not self.player.reward_follows:
+            told = "raise Done(text, reward=...), or give it a method reward()"
+            raise EnvironmentFailedError(f"the episode ended without a reward: {told}")
+        return self.session.outcome(parts, reward_follows=self.player.reward_follows)
 
     async def _timed(self, asked: Awaitable[R]) -> R:
         with self.player.working():

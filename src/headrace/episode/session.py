@@ -4,10 +4,10 @@ An environment and the policy take turns (played.py), or an agent asks for turns
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,13 +15,21 @@ from headrace.episode.answer import Tools
 from headrace.episode.chat import Chat, Message, Messages
 from headrace.episode.tree import context, indices, told, turned
 from headrace.errors import ChatError
-from headrace.types import FinishReason, IntArray, Order, Outcome, Sampling, Trajectory, Turn
+from headrace.types import DropReason, FinishReason, IntArray, Order, Outcome, Sampling, Trajectory, Turn
 
 R = TypeVar("R")
 
 
 class AbortedError(Exception):
     """The episode's group is not wanted any more."""
+
+
+class EpisodeFailedError(Exception):
+    """An episode that cannot go on, or has no reward: it is dropped."""
+
+    def __init__(self, detail: str, reason: DropReason) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 class Addition(NamedTuple):
@@ -51,6 +59,7 @@ class Session:
     def __init__(self, desk: Desk, order: Order, i: int) -> None:
         self.desk, self.order, self.sampling = desk, order, order.samplings[i]
         self.id, self.index = order.request_id(i), order.indices[i]
+        self.known = (order.so_far or {}).get(self.index)  # an earlier attempt
         self.aborted = asyncio.Event()
         empty = replace(order.prompt, token_ids=np.empty(0, np.int32))
         self.trajectory = replace(order, prompt=empty).nothing_sampled(i, desk.now())
@@ -133,6 +142,18 @@ class Session:
         turns = tuple(new if turn is old else turn for turn in self.trajectory.turns)
         self.trajectory = replace(self.trajectory, turns=turns)
 
+    def go_on(self, known: Trajectory) -> None:
+        """From where an earlier attempt was."""
+        self.trajectory = replace(known, id=self.id)
+
+    def outcome(self, parts: Mapping[str, float], *, reward_follows: bool) -> Outcome:
+        """The end with these parts of the reward; a reward function may add to them."""
+        trajectory = replace(self.trajectory, reward_parts=parts)
+        if not reward_follows:
+            timing = replace(trajectory.timing, scored_s=self.desk.now())
+            trajectory = replace(trajectory, reward=float(sum(parts.values())), timing=timing)
+        return Outcome(trajectory=trajectory)
+
     async def unless_aborted(self, wanted: Awaitable[R]) -> R:
         task, aborted = asyncio.ensure_future(wanted), asyncio.ensure_future(self.aborted.wait())
         try:
@@ -149,28 +170,32 @@ class Session:
 class Episodes:
     """All episodes of a run, asked like the pool of engines: groups in, one future per answer out.
 
-    `open(order, i)` makes the i-th episode of a group; `abort_requests` ends those at the engines.
+    `play(session)` leads one to its end; `abort_requests` ends requests at the engines.
     """
 
-    open: Callable[[Order, int], Any]  # has a `session`, and can `play`
+    desk: Desk
+    play: Callable[[Session], Awaitable[Outcome]]
     abort_requests: Callable[[Sequence[int]], None]
     _running: dict[asyncio.Task[Outcome], Session] = field(default_factory=dict, init=False)
 
     def start(self, order: Order) -> list[asyncio.Task[Outcome]]:
         """An episode per sampling; those in `order.so_far` continue an earlier attempt."""
-        episodes = [self.open(order, i) for i in range(len(order.samplings))]
-        tasks = {asyncio.create_task(self._play(episode)): episode.session for episode in episodes}
+        sessions = [Session(self.desk, order, i) for i in range(len(order.samplings))]
+        tasks = {asyncio.create_task(self._play(session)): session for session in sessions}
         self._running |= tasks
         for task in tasks:
             task.add_done_callback(self._running.pop)
         return list(tasks)
 
-    async def _play(self, episode: Any) -> Outcome:
+    async def _play(self, session: Session) -> Outcome:
         try:
-            outcome: Outcome = await episode.play()
-            return outcome
+            return await self.play(session)
+        except EpisodeFailedError as failed:
+            return Outcome(trajectory=session.trajectory, failure=failed.reason, detail=str(failed))
+        except AbortedError:
+            return Outcome(trajectory=replace(session.trajectory, finish=FinishReason.ABORT))
         finally:
-            episode.session.desk.forget(episode.session.id)
+            self.desk.forget(session.id)
 
     def abort(self, serials: Sequence[int]) -> None:
         """End the rest of these groups; their futures give what was sampled so far."""

@@ -133,7 +133,8 @@ class Place:
 
     @cached_property
     def answers(self) -> RolloutPool | Episodes:
-        return self.pool if self._player is None else Episodes(self._player.open, self.pool.abort)
+        player = self._player
+        return self.pool if player is None else Episodes(player.desk, player.play, self.pool.abort)
 
     async def start_user_code(self) -> None:
         """Start the processes with reward functions, filters and environments. Raises what is wrong with them."""

@@ -16,21 +16,20 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
 from subprocess import DEVNULL, PIPE, Popen
 from tempfile import TemporaryFile
 from typing import IO, Any
 
 from headrace.config import Config
 from headrace.episode.chat import Message
-from headrace.episode.session import AbortedError, Desk, Session
+from headrace.episode.session import AbortedError, Desk, EpisodeFailedError, Session
 from headrace.errors import ConfigError
 from headrace.reward.agent import MOST_THREADS
 from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.serve.conversation import Conversation, Parts
 from headrace.serve.front_desk import FrontDesk, parts_of
-from headrace.types import Command, DropReason, Example, FinishReason, Order, Outcome, Prompt
+from headrace.types import Command, DropReason, Example, Outcome, Prompt
 from headrace.user_code import names_function
 
 KEY = "HEADRACE_KEY"  # in the environment: what remote agents say
@@ -44,38 +43,37 @@ GRACE_S = 2.0  # for an agent that has reached a limit to end by itself
 GUARD = 'cat; for i in 1 2 3; do kill -9 $(grep -ls "$0" /proc/[0-9]*/environ | cut -d/ -f3); sleep 1; done'
 
 
-class AgentFailedError(Exception):
-    """An agent that ended without a reward: its episode is dropped."""
+class AgentFailedError(EpisodeFailedError):
+    """An agent that ended without a reward."""
 
     def __init__(self, detail: str, reason: DropReason = DropReason.AGENT_ERROR) -> None:
-        super().__init__(detail)
-        self.reason = reason
+        super().__init__(detail, reason)
 
 
 class Agents:
     """The agents of a training run, and the endpoint that they talk to; asked like a `Player`."""
 
     def __init__(self, config: Config, desk: Desk, on_note: Callable[[str], None]) -> None:
-        self.section, self.desk, self._on_note = config.episode, desk, on_note
-        self.reward_follows = bool(config.reward.function)  # it adds to what the agent says
-        agent, (host, _, port) = self.section.agent, self.section.listen.rpartition(":")
+        self._section, self.desk, self._on_note = config.episode, desk, on_note
+        self._reward_follows = bool(config.reward.function)  # it adds to what the agent says
+        agent, (host, _, port) = self._section.agent, self._section.listen.rpartition(":")
         if not host or not port.isdigit():
-            raise ConfigError(f"episode.listen = '{self.section.listen}': expected host:port, such as 127.0.0.1:8001")
+            raise ConfigError(f"episode.listen = '{self._section.listen}': expected host:port, such as 127.0.0.1:8001")
         self._at, self._open = (host.strip("[]"), int(port)), AsyncExitStack()
         self._key = (os.environ.get(KEY) or secrets.token_urlsafe(24)) if agent == "remote" else ""
-        self.mark = f"sk-{secrets.token_hex(8)}"  # all keys of episodes begin with it
-        self.front = FrontDesk(os.path.basename(config.model.path), desk.max_context, self._key)
+        self._mark = f"sk-{secrets.token_hex(8)}"  # all keys of episodes begin with it
+        self._front = FrontDesk(os.path.basename(config.model.path), desk.max_context, self._key)
         self._hosts: list[JudgePool] = []  # for an agent that is a function
         if names_function(agent):
-            limit_s = self.section.max_s + self.section.timeout_s if self.section.max_s else DAY_S
+            limit_s = self._section.max_s + self._section.timeout_s if self._section.max_s else DAY_S
             setup = Setup(function=agent, timeout_s=limit_s, setting="episode.agent")
-            self._hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(self.section.workers)]
+            self._hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(self._section.workers)]
         self._next = itertools.cycle(self._hosts)
-        self.slots = asyncio.Semaphore(self.section.workers * (MOST_THREADS if self._hosts else COMMANDS_PER_WORKER))
+        self._slots = asyncio.Semaphore(self._section.workers * (MOST_THREADS if self._hosts else COMMANDS_PER_WORKER))
 
     async def prepare(self) -> None:
         """Raises if the agent cannot be loaded, or nothing can be served."""
-        agent = self.section.agent
+        agent = self._section.agent
         try:
             program = "" if self._hosts or self._key else (shlex.split(agent) or [agent])[0]
         except ValueError as error:
@@ -83,13 +81,13 @@ class Agents:
         if program and not shutil.which(program):
             raise ConfigError(f"episode.agent = '{agent}' cannot be started: there is no command '{program}'")
         if program:
-            words = ["sh", "-c", GUARD, f"OPENAI_API_KEY={self.mark}"]
+            words = ["sh", "-c", GUARD, f"OPENAI_API_KEY={self._mark}"]
             guard = Popen(words, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, start_new_session=True)
             self._open.callback(self._open.enter_context(guard).kill)
-        await self._open.enter_async_context(self.front.listening(*self._at))
+        await self._open.enter_async_context(self._front.listening(*self._at))
         if self._key:
             key = f"the key in {KEY}" if os.environ.get(KEY) else f"the key {self._key}"
-            self._on_note(f"remote agents pull episodes at {self.front.base_url[:-3]}/episodes with {key}")
+            self._on_note(f"remote agents pull episodes at {self._front.base_url[:-3]}/episodes with {key}")
         for host in self._hosts:
             await host.start()
         self.desk.chat.prove()
@@ -99,74 +97,40 @@ class Agents:
             await host.close()
         await self._open.aclose()
 
-    def open(self, order: Order, i: int) -> "AgentEpisode":
-        session, known = Session(self.desk, order, i), (order.so_far or {}).get(order.indices[i])
-        if known is not None and known.turns:
-            session.trajectory = replace(known, id=session.id)
-        return AgentEpisode(self, session)
-
-    async def launch(self, id: str, task: Mapping[str, Any], key: str) -> Parts | None:
-        if not self._hosts:
-            return await run_command(self.section.agent, task, self.front.base_url, key)
-        given = {"task": dict(task), "base_url": self.front.base_url, "api_key": key}
-        host = next(self._next)
-        try:
-            score = await host.run(Command(episode=id, do="agent", given=given))
-        except asyncio.CancelledError:  # it is given up: its place is another's
-            with suppress(Exception):
-                await asyncio.wait_for(host.run(Command(episode=id, do="cancel")), GRACE_S)
-            raise
-        if score.failure is not None:
-            raise AgentFailedError(score.detail)
-        return parts_of(score.value)
-
-    async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> Example:
-        """The tokens of a worked chat, with the tools in the field `tools`, and which of them are answers."""
-        first = next((i for i, message in enumerate(chat) if message.get("role") == "assistant"), len(chat))
-        history = list(chat[:first]) or list(prompt.messages) or [{"role": "user", "content": prompt.text}]
-        return self.desk.chat.worked(history, chat[first:], prompt.fields.get("tools"))
-
-
-class AgentEpisode:
-    """One episode of an agent, from its first request to its reward."""
-
-    def __init__(self, agents: Agents, session: Session) -> None:
-        self.session, self._agents, self._section = session, agents, agents.section
-        self._key = f"{agents.mark}-{secrets.token_urlsafe(24)}"
-
-    async def play(self) -> Outcome:
-        session, section, front = self.session, self._section, self._agents.front
+    async def play(self, session: Session) -> Outcome:
+        """One episode, from its first request to its reward."""
+        if session.known is not None and session.known.turns:
+            session.go_on(session.known)
+        section, key = self._section, f"{self._mark}-{secrets.token_urlsafe(24)}"
         conversation = Conversation(session, max_turns=section.max_turns, max_tokens=section.max_tokens)
-        front.admit(self._key, conversation)
+        self._front.admit(key, conversation)
         reward: Parts | AgentFailedError | None = None
         try:
-            reward = await session.unless_aborted(self._run(conversation))
+            reward = await session.unless_aborted(self._run(conversation, key))
         except AgentFailedError as failed:
             reward = failed
-        except AbortedError:
-            pass
         except asyncio.CancelledError:  # nobody hears the engines any more
             conversation.give_up()
             raise
         finally:
-            front.dismiss(self._key)
+            self._front.dismiss(key)
             await conversation.close("the episode is over")
         if session.aborted.is_set():
-            return Outcome(trajectory=replace(session.trajectory, finish=FinishReason.ABORT))
+            raise AbortedError
         if not isinstance(reward, dict) and conversation.reward.done():
             reward = conversation.reward.result()
         return self._outcome(conversation, reward)
 
-    async def _run(self, conversation: Conversation) -> Parts | None:
+    async def _run(self, conversation: Conversation, key: str) -> Parts | None:
         """An agent is told the prompt's record, but for a worked example."""
-        prompt = self.session.order.prompt
+        prompt = conversation.session.order.prompt
         fields = {name: value for name, value in prompt.fields.items() if name != "worked"}
         task = {**fields, "id": prompt.id, "prompt": prompt.text, "messages": list(prompt.messages)}
         if self._section.agent == "remote":
-            await self._agents.front.offer({"id": conversation.id, "task": task, "api_key": self._key})
+            await self._front.offer({"id": conversation.id, "task": task, "api_key": key})
             return await self._watched(conversation, conversation.reward)
-        async with self._agents.slots:
-            launched = asyncio.create_task(self._agents.launch(conversation.id, task, self._key))
+        async with self._slots:
+            launched = asyncio.create_task(self._launch(conversation.id, task, key))
             try:
                 return await self._watched(conversation, launched)
             finally:
@@ -175,7 +139,7 @@ class AgentEpisode:
 
     async def _watched(self, conversation: Conversation, ending: asyncio.Future[Any]) -> Parts | None:
         """What the agent ends with. It is ended if it takes too long, or asks for nothing any more."""
-        now, limit_s, patience_s = self.session.desk.now, self._section.max_s, self._section.timeout_s
+        now, limit_s, patience_s = self.desk.now, self._section.max_s, self._section.timeout_s
         conversation.idle()
         began_s = now()
         while not ending.done():
@@ -193,11 +157,11 @@ class AgentEpisode:
         return ending.result()  # type: ignore[no-any-return]
 
     def _outcome(self, conversation: Conversation, reward: Parts | AgentFailedError | None) -> Outcome:
-        trajectory, follows = self.session.trajectory, self._agents.reward_follows
+        session, follows = conversation.session, self._reward_follows
         if conversation.unclaimed:
             detail = "the agent was run again after a restart, and did not ask what it had asked before"
             reward = AgentFailedError(detail)
-        elif not trajectory.turns:
+        elif not session.trajectory.turns:
             reward = reward if isinstance(reward, AgentFailedError) else AgentFailedError("it asked for nothing")
         elif conversation.ended_by and not isinstance(reward, dict):  # by the policy: an end with a reward
             reward = {} if follows else {"agent": 0.0}
@@ -207,13 +171,29 @@ class AgentEpisode:
                 "report it to /episodes/ID/reward, or set reward.function"
             )
         if isinstance(reward, AgentFailedError):
-            return Outcome(trajectory=trajectory, failure=reward.reason, detail=str(reward))
-        trajectory = replace(trajectory, reward_parts=reward or {})
-        if follows:
-            return Outcome(trajectory=trajectory)
-        timing = replace(trajectory.timing, scored_s=self.session.desk.now())
-        total = float(sum(trajectory.reward_parts.values()))
-        return Outcome(trajectory=replace(trajectory, reward=total, timing=timing))
+            raise reward
+        return session.outcome(reward or {}, reward_follows=follows)
+
+    async def _launch(self, id: str, task: Mapping[str, Any], key: str) -> Parts | None:
+        if not self._hosts:
+            return await run_command(self._section.agent, task, self._front.base_url, key)
+        given = {"task": dict(task), "base_url": self._front.base_url, "api_key": key}
+        host = next(self._next)
+        try:
+            score = await host.run(Command(episode=id, do="agent", given=given))
+        except asyncio.CancelledError:  # it is given up: its place is another's
+            with suppress(Exception):
+                await asyncio.wait_for(host.run(Command(episode=id, do="cancel")), GRACE_S)
+            raise
+        if score.failure is not None:
+            raise AgentFailedError(score.detail)
+        return parts_of(score.value)
+
+    async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> Example:
+        """The tokens of a worked chat, with the tools in the field `tools`, and which of them are answers."""
+        first = next((i for i, message in enumerate(chat) if message.get("role") == "assistant"), len(chat))
+        history = list(chat[:first]) or list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        return self.desk.chat.worked(history, chat[first:], prompt.fields.get("tools"))
 
 
 async def run_command(command: str, task: Mapping[str, Any], base_url: str, key: str) -> Parts | None:
