@@ -34,7 +34,7 @@ async def test_wrong_replies_and_fields_that_cannot_be_pickled_are_failures(tmp_
         asked = [answer("forge"), answer("good", cannot=lambda: 0), answer("good")]
         forged, cannot, good = [await asyncio.wait_for(judge.run(one), 30) for one in asked]
     finally:
-        await judge._hosts[0].served._pool.close()  # type: ignore[attr-defined]
+        await judge._hosts[0].result().served._pool.close()  # type: ignore[attr-defined]
         cluster.device.close()
     assert (forged.failure, cannot.failure, good.reward) == ("reward_error", "reward_error", 1.0)
     assert "no verdict" in forged.detail

@@ -42,9 +42,8 @@ class RewardHosts:
         self._on_note, self._numbers = on_note, itertools.count()
         num_hosts = max(1, min(section.workers, cluster.num_nodes))
         self._shares = [len(range(i, section.workers, num_hosts)) for i in range(num_hosts)]
-        self._hosts: list[Worker[RewardHost]] = []
+        self._hosts: list[asyncio.Task[Worker[RewardHost]]] = []  # done when it is ready
         self._load: Counter[int] = Counter()
-        self._replacing: dict[int, asyncio.Task[None]] = {}
         self._counts: dict[Worker[RewardHost], tuple[int, int]] = {}
         self._replaced = self._in_a_row = 0
 
@@ -58,8 +57,8 @@ class RewardHosts:
         return self._replaced + sum(replaced for _, replaced in self._counts.values())
 
     async def start(self) -> None:
-        self._hosts = [self._spawn(share) for share in self._shares]
-        await asyncio.gather(*(host.ask(RewardHost.begin) for host in self._hosts))
+        self._hosts = [asyncio.create_task(self._begin(share)) for share in self._shares]
+        await asyncio.gather(*self._hosts)
 
     async def run(self, completion: Completion) -> Score:
         blob = pickled(completion)
@@ -67,13 +66,16 @@ class RewardHosts:
             return blob
         places = range(len(self._hosts))
         while True:
-            place = min(places, key=lambda i: (i in self._replacing, self._load[i] / self._shares[i]))
-            host = self._hosts[place]
+            busy = {i: (not self._hosts[i].done(), self._load[i] / self._shares[i]) for i in places}
+            place = min(busy, key=busy.__getitem__)
+            begun = self._hosts[place]
             self._load[place] += 1
             try:
+                host = await asyncio.shield(begun)
                 score, *counts = await host.ask(RewardHost.judge, blob)
             except WorkerLostError as lost:
-                await self._replace(place, host, lost)
+                if self._hosts[place] is begun:
+                    self._replace(place, lost)
                 continue
             finally:
                 self._load[place] -= 1
@@ -82,31 +84,20 @@ class RewardHosts:
             return score
 
     async def close(self) -> None:
-        for task in self._replacing.values():
-            task.cancel()
-        for host in self._hosts:
-            host.kill()
+        for begun in self._hosts:
+            if not begun.cancel() and not begun.cancelled() and not begun.exception():
+                begun.result().kill()
 
-    def _spawn(self, share: int) -> Worker[RewardHost]:
+    def _replace(self, place: int, lost: WorkerLostError) -> None:
+        """Start another host in the place of a lost one."""
+        self._replaced, self._in_a_row = self._replaced + 1, self._in_a_row + 1
+        if self._in_a_row > MOST_REPLACED:
+            raise RewardError(f"the hosts of reward functions are lost again and again: {lost}")
+        self._on_note(f"{lost}. What it was judging is judged again")
+        self._hosts[place] = asyncio.create_task(self._begin(self._shares[place]))
+
+    async def _begin(self, share: int) -> Worker[RewardHost]:
         name = f"reward-{next(self._numbers)}"
-        return self._cluster.spawn(name, RewardHost, self._setup, share, self._retries)
-
-    async def _replace(self, place: int, host: Worker[RewardHost], lost: WorkerLostError) -> None:
-        """Start another host in the place of a lost one, or wait until that has been done."""
-        if self._hosts[place] is not host:
-            return
-        if place not in self._replacing:
-            self._replaced, self._in_a_row = self._replaced + 1, self._in_a_row + 1
-            if self._in_a_row > MOST_REPLACED:
-                raise RewardError(f"the hosts of reward functions are lost again and again: {lost}")
-            self._on_note(f"{lost}. What it was judging is judged again")
-            self._replacing[place] = asyncio.create_task(self._begin(place))
-        await asyncio.shield(self._replacing[place])
-
-    async def _begin(self, place: int) -> None:
-        try:
-            host = self._spawn(self._shares[place])
-            await host.ask(RewardHost.begin)
-            self._hosts[place] = host
-        finally:
-            del self._replacing[place]
+        host = self._cluster.spawn(name, RewardHost, self._setup, share, self._retries)
+        await host.ask(RewardHost.begin)
+        return host
