@@ -7,10 +7,11 @@ policy at once.
 import asyncio
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.reward.function import Mode, RewardFunction, failure, read_verdict
+from headrace.reward.function import Mode, RewardFunction, read_verdict
 from headrace.types import Command, Score
 from headrace.user_code import load_function
 
@@ -18,11 +19,9 @@ MOST_THREADS = 256  # agents that one worker runs at a time
 
 
 def _read(verdict: Any) -> Score:
-    """The parts of the reward, as the score's `value`."""
-    score = Score() if verdict is None else read_verdict(verdict, "agent")
-    if score.failure is not None:
-        return failure(score.detail.replace("the reward function", "the agent"))
-    return Score(reward=0.0, value={"reward": dict(score.parts) or None})
+    """The parts of the reward; without one, an empty `value`."""
+    score = Score(reward=0.0, value={}) if verdict is None else read_verdict(verdict, "agent")
+    return replace(score, detail=score.detail.replace("the reward function", "the agent"))
 
 
 def agent_function(spec: str) -> RewardFunction:

@@ -15,6 +15,7 @@ import pickle
 import re
 import reprlib
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -62,19 +63,23 @@ class RewardFunction:
             return read_verdicts(verdict, self.name, num_items)
         return [self.read(verdict) if self.read else read_verdict(verdict, self.name)]
 
-    async def judge(self, completion: Judged, timeout_s: float) -> Score:
-        """One call for one completion; `timeout_s` limits coroutines. Raises what it raises."""
-        limit = asyncio.timeout(timeout_s)
+    async def judge(self, read: Callable[[], Judged], limit_s: float, *caught: type[BaseException]) -> Score:
+        """One call for what `read` gives. What it raises of `caught` is a failure.
+
+        `limit_s` limits coroutines.
+        """
+        began, limit = time.perf_counter(), asyncio.timeout(limit_s)
         try:
             async with limit:
-                verdict = self.invoke([completion])
+                verdict = self.invoke([read()])
                 if inspect.isawaitable(verdict):
                     verdict = await verdict
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return failure(f"no verdict in {timeout_s:g} s", DropReason.REWARD_TIMEOUT)
-        return self.scores(verdict, 1)[0]
+            score = self.scores(verdict, 1)[0]
+        except caught as error:
+            score = failure_of(error)
+            if isinstance(error, TimeoutError) and limit.expired():
+                score = failure(f"no verdict in {limit_s:g} s", DropReason.REWARD_TIMEOUT)
+        return replace(score, seconds=time.perf_counter() - began)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

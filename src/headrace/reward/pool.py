@@ -26,7 +26,7 @@ from typing import Any
 from headrace.errors import ConfigError, RewardError
 from headrace.reward.function import Judged, Mode, Setup, failure
 from headrace.reward.printed import Printed
-from headrace.reward.worker import HEADER, frame, score_of
+from headrace.reward.worker import HEADER, score_of
 from headrace.sandbox import enclosed
 from headrace.types import Command, Completion, DropReason, Score
 from headrace.user_code import names_file, search_path, user_folders
@@ -112,10 +112,10 @@ class JudgeProcess:
         setup = self._setup
         deadline = self._loop.time() + START_TIMEOUT_S
         try:
-            await self.send(pickle.dumps(setup), START_TIMEOUT_S)
-            while (ready := await self.receive(deadline)) is None:
-                if self._loop.time() > deadline:
-                    raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"not ready after {START_TIMEOUT_S:g} s")
+            await self.send(setup, START_TIMEOUT_S)
+            late = f"not ready after {START_TIMEOUT_S:g} s"
+            while (ready := await self.receive(deadline, late)) is None:
+                pass
             if isinstance(ready.get("error"), str):
                 raise (RewardError if setup.setting == "reward.function" else ConfigError)(ready["error"])
             if ready.get("mode") not in list(Mode):
@@ -130,29 +130,31 @@ class JudgeProcess:
                 await self.stop()
         self._limit_s = setup.timeout_s + (GRACE_S if self.mode is Mode.ASYNC else 0.0)
 
-    async def send(self, payload: bytes, timeout_s: float) -> None:
+    async def send(self, request: Any, timeout_s: float) -> None:
         self._said = None
         try:
             async with asyncio.timeout(timeout_s):
-                await self._loop.sock_sendall(self._socket, frame(payload))
+                await self._loop.sock_sendall(self._socket, pickle.dumps(request))
         except TimeoutError as error:
             raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"request not read within {timeout_s:g} s") from error
         except OSError as error:
-            await asyncio.wait([self._listening], timeout=GRACE_S)  # it may have replied before it ended
+            await asyncio.wait([self._listening], timeout=GRACE_S)  # it may have replied first
             raise JudgeLostError(DropReason.REWARD_ERROR, await self._epitaph()) from error
 
-    async def receive(self, deadline: float) -> dict[str, Any] | None:
-        """The next reply; None if there is none by `deadline`, or if `wake` was set first."""
+    async def receive(self, deadline: float, late: str) -> dict[str, Any] | None:
+        """The next reply; None if `wake` was set first. After the `deadline` the worker counts as lost."""
         if not self.replies and not self.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self.woken()
-            await asyncio.sleep(0)  # if this loop was busy past the deadline, the reply is here already
+            await asyncio.sleep(0)  # if this loop was busy past the deadline, the reply is here
         if self.replies:
             self._heard_s = self._loop.time()
             return self.replies.popleft()
         if self.ended:
             raise JudgeLostError(DropReason.REWARD_ERROR, await self._epitaph())
+        if self._loop.time() > deadline:
+            raise JudgeLostError(DropReason.REWARD_TIMEOUT, late)
         return None
 
     def output(self) -> str:
@@ -346,6 +348,7 @@ class JudgePool:
         judged. Coroutines are concurrent, so new jobs join at any time: one slow verdict does not
         delay others.
         """
+        late = f"no verdict in {self._setup.timeout_s:g} s"
         try:
             while True:
                 if jobs := self._take(worker):
@@ -353,15 +356,13 @@ class JudgePool:
                     worker.going |= joining
                     worker.num_sent += len(jobs)
                     blobs = {item: job.blob for item, job in joining.items()}
-                    await worker.send(pickle.dumps(blobs), self._setup.timeout_s)
+                    await worker.send(blobs, self._setup.timeout_s)
                     worker.start_timing(jobs)
                     await asyncio.sleep(0)  # let the other workers take their share first
                 elif not worker.going:
                     return True
-                elif (reply := await worker.receive(worker.deadline())) is not None:
+                elif (reply := await worker.receive(worker.deadline(), late)) is not None:
                     self._book(worker, reply)
-                elif asyncio.get_running_loop().time() > worker.deadline():
-                    raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"no verdict in {self._setup.timeout_s:g} s")
         except JudgeLostError as lost:
             with contextlib.suppress(JudgeLostError):
                 while worker.replies:  # from before it was lost

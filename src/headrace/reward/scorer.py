@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import json
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Any
 
 from headrace.config import RewardSection
 from headrace.errors import RewardError
-from headrace.reward.function import Judged, RewardFunction, Setup, digest, failure_of, own_function, shipped
+from headrace.reward.function import Judged, RewardFunction, Setup, digest, own_function, shipped
 from headrace.reward.pool import JudgePool, own_copy
 from headrace.roles import Judge
 from headrace.types import Completion, DropReason, FinishReason, Group, Score
@@ -77,9 +76,9 @@ class Scorer:
             self._pool: Judge[Completion] = InlineJudges(setup, function)
         else:
             self._pool = judges(setup) if judges else pool(setup, num_workers=section.workers)
-        self._cache: VerdictCache | None = None
-        self._verdicts: dict[bytes, Score] = {}  # by cache key
-        self._on_verdict, self._on_note = on_verdict, on_note
+        settings = [self.function, digest(setup, function), setup.answer_field, setup.pattern]
+        self._cache = VerdictCache(json.dumps(settings), on_verdict) if section.cache else None
+        self._on_note = on_note
         self._trouble, self._num_replaced = TroubleNotes(on_note, section.timeout_s), 0
         self.num_scored = self.num_failed = self.num_filtered = 0
 
@@ -104,9 +103,6 @@ class Scorer:
         except BaseException:
             await self.close()
             raise
-        if self._section.cache:
-            settings = [self.function, digest(self._setup, self._own), self._setup.answer_field, self._setup.pattern]
-            self._cache = VerdictCache(json.dumps(settings), self._verdicts, self._on_verdict)
 
     async def _start_rewards(self) -> None:
         try:
@@ -124,7 +120,8 @@ class Scorer:
 
     def remember(self, verdicts: Mapping[bytes, Score]) -> None:
         """Fill the cache with the verdicts of the run so far."""
-        self._verdicts.update(verdicts)
+        if self._cache:
+            self._cache.verdicts.update(verdicts)
 
     async def score(self, completion: Completion) -> Score:
         judge = partial(self._pool.run, completion)
@@ -185,19 +182,14 @@ class InlineJudges:
 
     def __init__(self, setup: Setup, function: Callable[[Any], Any] | None = None) -> None:
         self._setup, self._own = setup, function
-        self._function: RewardFunction | None = None
+        self._function: RewardFunction  # loaded by `start`
 
     async def start(self) -> None:
         self._function = self._setup.load() if self._own is None else own_function(self._own)
 
     async def run(self, completion: Judged) -> Score:
-        assert self._function is not None, "start() comes first"
-        began = time.perf_counter()
-        try:
-            score = await self._function.judge(own_copy(completion), self._setup.timeout_s)
-        except (Exception, SystemExit) as error:
-            score = failure_of(error)
-        return replace(score, seconds=time.perf_counter() - began)
+        read = partial(own_copy, completion)
+        return await self._function.judge(read, self._setup.timeout_s, Exception, SystemExit)
 
     async def close(self) -> None:
         """Nothing to end."""
@@ -211,9 +203,9 @@ class VerdictCache:
     """
 
     identity: str  # of the function and its settings
-    verdicts: dict[bytes, Score] = field(default_factory=dict)
     on_verdict: Callable[[bytes, Score], None] = lambda key, score: None
     max_verdicts: int = MAX_VERDICTS
+    verdicts: dict[bytes, Score] = field(default_factory=dict, init=False)  # by key
     _running: dict[bytes, asyncio.Task[Score]] = field(default_factory=dict, init=False)
 
     def key(self, completion: Completion) -> bytes | None:
