@@ -315,16 +315,15 @@ async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -
 
 async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
     """The held-out score and the mismatch before the first step; measured once in a run."""
-    assert place.ledger is not None
-    known = place.ledger.remembered()
-    if "before" in known:
+    ledger = loop.stages.ledger
+    if "before" in (known := ledger.remembered()):
         return json.loads(known["before"])  # type: ignore[no-any-return]
     found: dict[str, float | None] = {"score_before": None, "mismatch_before": None}
     if loop.version == 0:
         watcher.phase("evaluation before")
         score = await _score(place)
         found = {"score_before": score, "mismatch_before": await _self_check(place, watcher)}
-        place.ledger.remember("before", json.dumps(found))
+        ledger.remember("before", json.dumps(found))
     return found
 
 

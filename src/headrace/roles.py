@@ -234,9 +234,7 @@ class Worker(Protocol[Port_co]):
     ) -> Reply[R]: ...
 
     @overload
-    def ask(self, method: Callable[Concatenate[Port_co, P], R], *args: P.args, **named: P.kwargs) -> Reply[R]: ...
-
-    def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> Reply[Any]:
+    def ask(self, method: Callable[Concatenate[Port_co, P], R], *args: P.args, **named: P.kwargs) -> Reply[R]:
         """Call the object's method of that name."""
 
     def beside(self, make: Callable[..., Port], *args: Any) -> Worker[Port]:
@@ -265,7 +263,7 @@ class Cluster(Protocol):
     def spawn(self, name: str, make: Callable[..., Port], *args: Any, gpus: float = 0.0) -> Worker[Port]:
         """A worker that serves `make(device, *args)`. Its first call raises start-up errors."""
 
-    def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
+    def gather(self, answers: Sequence[Reply[R]]) -> list[R]:
         """All results, in a thread; the first failure is raised without waiting for the others."""
 
     def close(self) -> None:

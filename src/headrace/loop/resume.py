@@ -36,8 +36,7 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     if stages.ranks.uses_reference:
         kept = Checkpoints(ledger.run_dir, 1, REFERENCE).newest(on_note)
         if kept is None:
-            told = "cannot be read, and learner.kl_coef needs it"
-            raise RunError(f"{ledger.run_dir / REFERENCE} {told}")
+            raise RunError(f"{ledger.run_dir / REFERENCE} cannot be read, and learner.kl_coef needs it")
         await stages.device.run(partial(stages.ranks.load, kept.tensors, 0, reference=True))
     redone = await _redo_steps(loop, on_note)
     rule = in_flight_rule(loop.config)

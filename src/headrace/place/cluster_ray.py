@@ -144,16 +144,13 @@ class RayCluster:
         self._workers.append(worker)
         return worker
 
-    def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
+    def gather(self, answers: Sequence[Reply[R]]) -> list[R]:
         by_ref = {answer.ref: answer for answer in answers if isinstance(answer, RayReply)}
         left = list(by_ref)
         while left:
-            done, left = ray.wait(left, num_returns=1, timeout=timeout_s)
-            if not done:
-                raise WorkerLostError(f"{by_ref[left[0]].worker} did not answer within {timeout_s:g} s")
-            for ref in done:
-                by_ref[ref].result(0)
-        return [answer.result(0) for answer in answers]
+            (done,), left = ray.wait(left)
+            by_ref[done].result()
+        return [answer.result() for answer in answers]
 
     def close(self) -> None:
         for worker in self._workers:

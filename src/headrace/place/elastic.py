@@ -32,7 +32,7 @@ class Elastic:
     spawn: Callable[[], Worker[Sampler]]
     publisher: Callable[[], WeightPublisher]
     _failures: int = field(default=0, init=False)
-    _events: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _events: asyncio.AbstractEventLoop = field(init=False)  # the run's
     _joining: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
@@ -128,5 +128,4 @@ class Elastic:
         async def call() -> None:
             act(worker)
 
-        assert self._events is not None
         asyncio.run_coroutine_threadsafe(call(), self._events).result()

@@ -44,12 +44,9 @@ class InlineReply(Generic[R]):
 class InlineWorker(Generic[Served]):
     """Serves one object."""
 
-    node = ""
-
     def __init__(self, name: str, cluster: "InlineCluster", served: Served) -> None:
-        self.name, self.pid = name, os.getpid()
-        self.served = served
-        self._cluster = cluster
+        self.name, self.node, self.pid = name, "", os.getpid()
+        self._cluster, self.served = cluster, served
 
     def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> InlineReply[Any]:
         bound = getattr(self.served, method.__name__)
@@ -103,8 +100,8 @@ class InlineCluster:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def gather(self, answers: Sequence[Reply[R]], timeout_s: float | None = None) -> list[R]:
-        return [answer.result(timeout_s) for answer in answers]
+    def gather(self, answers: Sequence[Reply[R]]) -> list[R]:
+        return [answer.result() for answer in answers]
 
     def close(self) -> None:
         """Stop the workers' coroutines. `Place` closes the device thread."""

@@ -43,7 +43,7 @@ class LearnerRank:
         self.policy: Policy  # loaded when the ranks meet
         self._store: TCPStore | None = None  # where they do; rank 0 serves it
         self._sharding: Sharding | None = None
-        self._publisher: Publisher | None = None
+        self._publisher: Publisher  # of the first rank, if weights travel; made when the ranks meet
         self._warming: WarmStart | None = None
         self._copies: dict[str, Tensor] = {}  # for the checkpoint that is written next
         self._held_bytes = 0
@@ -170,7 +170,7 @@ class LearnerRank:
         only = self._config.publish.encoding == "adapter"
         weights = self.learner.weights(self.policy.dtype, trained_only=only)
         try:
-            if self._publisher is None:
+            if self._rank > 0:
                 return None
             self._publisher.expect(nodes)
             return self._publisher.stage(version, weights)
@@ -179,20 +179,16 @@ class LearnerRank:
                 pass
 
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
-        assert self._publisher is not None
         await beside(self._publisher.send, ticket, timeout_s)
 
     async def offered(self, version: int) -> PublishTimes:
-        assert self._publisher is not None
         self._publisher.commit(version)
         return self._publisher.times
 
     async def withdraw(self, version: int) -> None:
-        assert self._publisher is not None
         self._publisher.abandon(version)
 
     def catch_up(self, nodes: Sequence[str]) -> list[Ticket]:
-        assert self._publisher is not None
         self._publisher.expect(nodes)
         return self._publisher.catch_up()
 

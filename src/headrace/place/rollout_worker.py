@@ -47,8 +47,7 @@ class RolloutWorker:
     def __init__(self, device: DeviceThread, spec: RolloutSpec, rank: LearnerRank | None = None) -> None:
         self._name, self._device = spec.name, device
         self._clock = spec.clock or StageClock(start_s=time.time() - spec.epoch_s)
-        self._keeps_spans = spec.clock is None
-        self._subscriber: Subscriber | None = None
+        self._shares_policy = spec.receiving is None
         if spec.receiving is None:
             assert rank is not None
             self.policy = rank.policy
@@ -111,7 +110,7 @@ class RolloutWorker:
             sampled_tokens=self._sampled_tokens,
             begun=begun,
             finished=finished,
-            spans=tuple(self._clock.drain()) if self._keeps_spans else (),
+            spans=() if self._shares_policy else tuple(self._clock.drain()),
             counts=self.engine.counts,
             under_way=under_way,
             notes=notes,
@@ -151,12 +150,11 @@ class RolloutWorker:
     # ---- weights
 
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
-        assert self._subscriber is not None
         await self._fetching.run(partial(self._subscriber.stage, ticket, timeout_s))
 
     @torch.no_grad()
     def commit(self, version: int) -> PublishTimes:
-        if self._subscriber is None:
+        if self._shares_policy:
             self.engine.weights_changed(version)
             return PublishTimes()
         with self._clock.span("publish", version=version, worker=self._name, detail="apply"):
@@ -165,7 +163,6 @@ class RolloutWorker:
         return self._subscriber.times
 
     async def abandon(self, version: int) -> None:
-        assert self._subscriber is not None
         self._subscriber.abandon(version)
 
 
