@@ -14,7 +14,8 @@ from tiny_runs import play, rank_of, rows_of, same_bits, select, weights
 
 from headrace import api
 from headrace.config import EpisodeSection
-from headrace.episode.environment import EnvironmentFailedError, Environments
+from headrace.episode.environment import Environments
+from headrace.episode.session import EpisodeFailedError
 from headrace.errors import ConfigError, DataError, StalledError
 from headrace.insight.scenario import calibrate
 from headrace.insight.triage import Bottleneck, triage
@@ -159,7 +160,7 @@ async def test_who_ends_a_process_is_dropped_and_its_neighbours_go_on(tmp_path: 
     found = await asyncio.gather(*(play(text, i) for i, text in enumerate(names)), return_exceptions=True)
     await environments.close()
     assert found[1::2] == [["1", "2", "3", "4"]] * 6
-    assert all(isinstance(error, EnvironmentFailedError) and "exit code 3" in str(error) for error in found[::2])
+    assert all(isinstance(error, EpisodeFailedError) and "exit code 3" in str(error) for error in found[::2])
 
 
 def test_a_slow_environment_is_the_bottleneck(workshop: ChatWorkshop):

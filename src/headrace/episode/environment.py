@@ -31,14 +31,7 @@ ADVICE = (
 )
 
 
-class EnvironmentFailedError(EpisodeFailedError):
-    """An environment cannot go on."""
-
-    def __init__(self, detail: str, reason: DropReason = DropReason.ENV_ERROR) -> None:
-        super().__init__(detail, reason)
-
-
-class _LostError(EnvironmentFailedError):
+class _LostError(EpisodeFailedError):
     """The environment's process was replaced."""
 
 
@@ -62,7 +55,7 @@ class Said(BaseModel):
 class Described:
     """What is known of an environment before any episode."""
 
-    tools: tuple[Mapping[str, Any], ...]
+    tools: Sequence[Mapping[str, Any]]
     takes_text: bool  # it replies to answers without a tool call
     scores: bool  # it has a reward at the end
     max_turns: int
@@ -91,8 +84,7 @@ class Environments:
             if own is not None and (isinstance(own, bool) or not isinstance(own, int | float) or own < 0):
                 raise ConfigError(f"episode.environment = '{section.environment}': {name} = {own!r} is not a limit")
             limits[name] = min(filter(None, (own, most)), default=0)
-        known = {name: found[name] for name in ("takes_text", "scores")}
-        self.described = Described(tools=tuple(found["tools"]), **known, **limits)
+        self.described = Described(**{**found, **limits})
 
     def open(self, episode: str, prompt: Prompt) -> "Environment":
         return Environment(self._hosts[next(self._next) % len(self._hosts)], episode, prompt)
@@ -125,7 +117,7 @@ class Environment:
                 return messages
             case said:
                 problem = "it must be a text, a list of messages, or None"
-                raise EnvironmentFailedError(f"start() returned {said!r}; {problem}")
+                raise EpisodeFailedError(f"start() returned {said!r}; {problem}")
 
     async def turn(self, given: Mapping[str, Any]) -> Said:
         """The reply to tool calls, or to a text."""
@@ -146,26 +138,26 @@ class Environment:
                 said = _said(await self._ask("turn", given))
                 if said.replies != before:
                     problem = f"the reply to turn {number} was {before}, and is {said.replies} when it is repeated"
-                    raise EnvironmentFailedError(f"{problem}; {ADVICE}")
+                    raise EpisodeFailedError(f"{problem}; {ADVICE}")
 
     async def end(self) -> dict[str, float]:
         """The parts of the reward that it gives for the whole episode; none if it has no `reward`."""
         reward = (await self._ask_again("score", None)).get("reward")
         parts = reward if isinstance(reward, dict) else {} if reward is None else {"environment": reward}
         if not all(isinstance(n, int | float) and math.isfinite(n) for n in parts.values()):
-            raise EnvironmentFailedError(f"reward() returned {reward!r}; it must be a finite number, or a dict of them")
+            raise EpisodeFailedError(f"reward() returned {reward!r}; it must be a finite number, or a dict of them")
         return {name: float(number) for name, number in parts.items()}
 
     async def close(self) -> None:
-        with suppress(EnvironmentFailedError, RewardError):
+        with suppress(EpisodeFailedError, RewardError):
             await self._ask("end", None)
 
     async def _ask(self, do: str, given: Any) -> dict[str, Any]:
         score = await self._host.run(Command(episode=self._episode, do=do, given=given))
         if score.failure is not None:
-            raise EnvironmentFailedError(score.detail, REASONS.get(score.failure, DropReason.ENV_ERROR))
+            raise EpisodeFailedError(score.detail, REASONS.get(score.failure, DropReason.ENV_ERROR))
         if not isinstance(score.value, dict):
-            raise EnvironmentFailedError(f"its process sent {score.value!r}")
+            raise EpisodeFailedError(f"its process sent {score.value!r}")
         if score.value.get("lost"):
             raise _LostError("its process ended")
         return score.value
@@ -185,4 +177,4 @@ def _said(value: Mapping[str, Any]) -> Said:
     try:
         return Said.model_validate(value)
     except ValidationError as error:
-        raise EnvironmentFailedError(f"its process sent {value!r}, which is no reply") from error
+        raise EpisodeFailedError(f"its process sent {value!r}, which is no reply") from error

@@ -10,9 +10,9 @@ import numpy as np
 
 from headrace.episode.answer import ParsedAnswer
 from headrace.episode.chat import Message
-from headrace.episode.environment import ADVICE, Environment, EnvironmentFailedError, Environments, Said
-from headrace.episode.session import Desk, Session
-from headrace.episode.tree import context, place_before
+from headrace.episode.environment import ADVICE, Environment, Environments, Said
+from headrace.episode.session import Desk, EpisodeFailedError, Session
+from headrace.episode.tree import context, indices, place_before
 from headrace.errors import ChatError, ConfigError
 from headrace.types import Example, Outcome, Prompt, Trajectory, Turn
 
@@ -111,14 +111,14 @@ class PlayedEpisode:
         try:
             self._place = self.session.tell(self.session.first(self._history, self._tools))
         except ChatError as error:
-            raise EnvironmentFailedError(str(error)) from error
+            raise EpisodeFailedError(str(error)) from error
 
     async def _repeat(self, known: Trajectory) -> ParsedAnswer:
         """Come to where an earlier attempt was, and return its last answer: no turn is sampled again."""
         session, began, log = self.session, known.turns[0].start, []
         if not np.array_equal(known.token_ids[:began], session.trajectory.token_ids):
-            raise EnvironmentFailedError(f"it began otherwise than before; {ADVICE}")
-        session.go_on(known)
+            raise EpisodeFailedError(f"it began otherwise than before; {ADVICE}")
+        session.trajectory = replace(known, id=session.id)
         for turn in known.turns[:-1]:
             answer = self._read(turn)
             if (given := self._given(answer)) is not None:
@@ -131,8 +131,9 @@ class PlayedEpisode:
 
     async def _next_answer(self) -> ParsedAnswer | None:
         """Sample a turn and read it; None if the episode has reached a limit."""
-        session, limits = self.session, self._described
-        num_new = min(session.sampling.max_new_tokens, session.room(self._place, limits.max_tokens))
+        session, limits, most = self.session, self._described, self.player.desk.max_context
+        room = min(limits.max_tokens or most, most) - len(indices(session.trajectory, self._place))
+        num_new = min(session.sampling.max_new_tokens, room)
         elapsed_s = self.player.desk.now() - session.trajectory.timing.submitted_s
         too_many = len(session.trajectory.turns) >= limits.max_turns
         if num_new <= 0 or too_many or (limits.max_s and elapsed_s > limits.max_s):
@@ -155,7 +156,8 @@ class PlayedEpisode:
         began_s = self.player.desk.now()
         given = self._given(answer)
         if answer.error:
-            said = Said(replies=(f"error: {answer.error}",) * max(1, len(answer.tool_calls)), done=False)
+            replies = (f"error: {answer.error}",) * max(1, len(answer.tool_calls))
+            said = Said(replies=replies, done=False)
         elif given is None:
             return False
         else:
@@ -187,7 +189,7 @@ class PlayedEpisode:
         turns = tuple(replace(turn, snapshot="") for turn in self.session.trajectory.turns)
         if not turns:
             problem = f"the first message has {len(self.session.trajectory.token_ids)} tokens, which leaves no room"
-            raise EnvironmentFailedError(f"{problem} for a turn (episode.max_tokens)")
+            raise EpisodeFailedError(f"{problem} for a turn (episode.max_tokens)")
         given = [turn.reward for turn in turns if turn.reward is not None]
         parts = {"turns": float(sum(given))} if given else {}
         parts |= await self._timed(self._environment.end())
@@ -197,7 +199,7 @@ class PlayedEpisode:
         self.session.trajectory = replace(self.session.trajectory, turns=turns)
         if not parts and not self.player.reward_follows:
             told = "raise Done(text, reward=...), or give it a method reward()"
-            raise EnvironmentFailedError(f"the episode ended without a reward: {told}")
+            raise EpisodeFailedError(f"the episode ended without a reward: {told}")
         return self.session.outcome(parts, reward_follows=self.player.reward_follows)
 
     async def _timed(self, asked: Awaitable[R]) -> R:

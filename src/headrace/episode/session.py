@@ -27,7 +27,7 @@ class AbortedError(Exception):
 class EpisodeFailedError(Exception):
     """An episode that cannot go on, or has no reward: it is dropped."""
 
-    def __init__(self, detail: str, reason: DropReason) -> None:
+    def __init__(self, detail: str, reason: DropReason = DropReason.ENV_ERROR) -> None:
         super().__init__(detail)
         self.reason = reason
 
@@ -65,11 +65,6 @@ class Session:
         self.trajectory = replace(order, prompt=empty).nothing_sampled(i, desk.now())
         self._num_asked = 0
         self._asked_at: list[int] = []  # places after which a turn is being sampled
-
-    def room(self, place: int, max_tokens: int = 0) -> int:
-        """Tokens that can come after `place`, in the model's context or in `max_tokens`."""
-        most = min(max_tokens or self.desk.max_context, self.desk.max_context)
-        return most - len(indices(self.trajectory, place))
 
     async def sample(self, place: int, sampling: Sampling, *, agent: str = "", state: str = "") -> Turn:
         """Sample a turn after `place`; `state` is the environment's before it."""
@@ -141,10 +136,6 @@ class Session:
     def replace_turn(self, old: Turn, new: Turn) -> None:
         turns = tuple(new if turn is old else turn for turn in self.trajectory.turns)
         self.trajectory = replace(self.trajectory, turns=turns)
-
-    def go_on(self, known: Trajectory) -> None:
-        """From where an earlier attempt was."""
-        self.trajectory = replace(known, id=self.id)
 
     def outcome(self, parts: Mapping[str, float], *, reward_follows: bool) -> Outcome:
         """The end with these parts of the reward; a reward function may add to them."""

@@ -16,6 +16,7 @@ import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from subprocess import DEVNULL, PIPE, Popen
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -54,22 +55,23 @@ class Agents:
     """The agents of a training run, and the endpoint that they talk to; asked like a `Player`."""
 
     def __init__(self, config: Config, desk: Desk, on_note: Callable[[str], None]) -> None:
-        self._section, self.desk, self._on_note = config.episode, desk, on_note
+        self._section = section = config.episode
+        self.desk, self._on_note = desk, on_note
         self._reward_follows = bool(config.reward.function)  # it adds to what the agent says
-        agent, (host, _, port) = self._section.agent, self._section.listen.rpartition(":")
+        agent, (host, _, port) = section.agent, section.listen.rpartition(":")
         if not host or not port.isdigit():
-            raise ConfigError(f"episode.listen = '{self._section.listen}': expected host:port, such as 127.0.0.1:8001")
+            raise ConfigError(f"episode.listen = '{section.listen}': expected host:port, such as 127.0.0.1:8001")
         self._at, self._open = (host.strip("[]"), int(port)), AsyncExitStack()
         self._key = (os.environ.get(KEY) or secrets.token_urlsafe(24)) if agent == "remote" else ""
         self._mark = f"sk-{secrets.token_hex(8)}"  # all keys of episodes begin with it
         self._front = FrontDesk(os.path.basename(config.model.path), desk.max_context, self._key)
         self._hosts: list[JudgePool] = []  # for an agent that is a function
         if names_function(agent):
-            limit_s = self._section.max_s + self._section.timeout_s if self._section.max_s else DAY_S
+            limit_s = section.max_s + section.timeout_s if section.max_s else DAY_S
             setup = Setup(function=agent, timeout_s=limit_s, setting="episode.agent")
-            self._hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(self._section.workers)]
+            self._hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
         self._next = itertools.cycle(self._hosts)
-        self._slots = asyncio.Semaphore(self._section.workers * (MOST_THREADS if self._hosts else COMMANDS_PER_WORKER))
+        self._slots = asyncio.Semaphore(section.workers * (MOST_THREADS if self._hosts else COMMANDS_PER_WORKER))
 
     async def prepare(self) -> None:
         """Raises if the agent cannot be loaded, or nothing can be served."""
@@ -100,7 +102,7 @@ class Agents:
     async def play(self, session: Session) -> Outcome:
         """One episode, from its first request to its reward."""
         if session.known is not None and session.known.turns:
-            session.go_on(session.known)
+            session.trajectory = replace(session.known, id=session.id)
         section, key = self._section, f"{self._mark}-{secrets.token_urlsafe(24)}"
         conversation = Conversation(session, max_turns=section.max_turns, max_tokens=section.max_tokens)
         self._front.admit(key, conversation)
@@ -187,7 +189,7 @@ class Agents:
             raise
         if score.failure is not None:
             raise AgentFailedError(score.detail)
-        return parts_of(score.value)
+        return dict(score.parts) or None
 
     async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> Example:
         """The tokens of a worked chat, with the tools in the field `tools`, and which of them are answers."""
