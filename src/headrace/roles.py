@@ -6,8 +6,7 @@ a port lives in a worker, in this process or in another one. One rule says where
     def         in the worker's device thread, one at a time, so between two decode steps
     async def   on the worker's event loop, at once, while the device computes
 
-A worker is asked by the port's own function, so that types are checked and the call can be
-followed:
+A worker is asked by the port's own function, so that types are checked and calls can be followed:
 
     worker.ask(Sampler.commit, version)     # await it, or `.result(timeout_s)` in a thread
 """
@@ -302,8 +301,7 @@ class ReceivingEnd(Protocol):
 class PromptSource(Protocol):
     """Raw prompt records: a file, a data set or a generator. Index `i` always gives the same record.
 
-    A record has `prompt` (text) or `messages` (a chat), other fields for the reward, perhaps an
-    `id`.
+    A record has `prompt` (text) or `messages` (a chat), perhaps an `id`, and fields for the reward.
     """
 
     def __len__(self) -> int: ...

@@ -103,8 +103,7 @@ class Chat:
         """The tokens to put after `sampled`, the answer to `history`, so that the next answer can begin.
 
         `answer` is what was sampled, as a message. If it was cut, its end is among the tokens.
-        Raises ChatError where the template would change what stands before: begin a branch with
-        `first`.
+        Raises ChatError where the template changes what stands before: `first` begins a branch.
         """
         if not self._proven or not len(sampled) or sampled[-1] not in self._stops:
             return self._append([QUESTION] if self._proven else history, sampled, answer, new, tools)

@@ -1,8 +1,7 @@
 """Environments, as an episode sees them. They live in worker processes (reward/environment.py).
 
 A process that is lost takes its environments with it. Each is made again elsewhere: from its
-snapshot, or from the start, by the same turns. If it then replies otherwise, the episode is
-dropped.
+snapshot, or from the start, by the same turns. An episode is dropped if it then replies otherwise.
 """
 
 import itertools

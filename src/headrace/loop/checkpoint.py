@@ -2,8 +2,7 @@
 
 A checkpoint is a directory with tensors (`policy.tensor_files`) and a manifest with the checksum
 of every file. It is written under another name, flushed to disk (fsync) and renamed, so a
-half-written one is never used. What else a resumed run needs (groups, steps, prompt cursor) is in
-the ledger.
+half-written one is never used. The rest (groups, steps, prompt cursor) is in the ledger.
 """
 
 import hashlib

@@ -80,8 +80,7 @@ class Groups:
     ) -> Coroutine[None, None, None]:
         """Queue a group's answers; the coroutine that is returned brings the group to the buffer.
 
-        Answers are queued here and not in the coroutine: the engine gets all groups that start
-        together before its first step.
+        Answers are queued here: an engine gets groups that start together before its first step.
         """
         stages = self._stages
         version = stages.buffer.start(serial, attempt)

@@ -46,8 +46,7 @@ async def self_check(
 def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
     """What to tell the user: nothing while rounding explains the mismatch.
 
-    Raises if no run may start; with `exact`, that is unless engine and learner agree to the last
-    bit.
+    Raises if no run may start; with `exact`, unless engine and learner agree to the last bit.
     """
     distance = (
         f"with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are "

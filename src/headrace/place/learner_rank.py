@@ -50,9 +50,17 @@ class LearnerRank:
 
     @property
     def still_wanted_bytes(self) -> int:
-        """Bytes of the training state that are not allocated yet: mostly gradients and moments."""
+        """Bytes of the training state that are not allocated yet: mostly gradients and moments.
+
+        All of it is masters, moments, gradients and the reference policy, without activations.
+        """
         section = self._config.learner
-        return max(0, _training_bytes(self.policy, section.kl_coef) // section.ranks - self._held_bytes)
+        total, reference = 0, self.policy.dtype.itemsize if section.kl_coef else 0
+        for parameter in self.policy.model.parameters():
+            size = parameter.dtype.itemsize
+            trained = (12 if size == 2 else 2 * size) + size if parameter.requires_grad else 0
+            total += parameter.numel() * (trained + reference)
+        return max(0, total // section.ranks - self._held_bytes)
 
     @cached_property
     def learner(self) -> Learner:
@@ -206,16 +214,6 @@ def policy_of(device: DeviceThread, config: Config, mesh: DeviceMesh | None = No
         if not model.exact:  # bits depend on the number of threads
             device.do_between(choice.choose_if_due)
     return policy
-
-
-def _training_bytes(policy: Policy, kl_coef: float) -> int:
-    """Bytes of the learner without activations: masters, moments, gradients, reference policy."""
-    total = 0
-    for parameter in policy.model.parameters():
-        size = parameter.dtype.itemsize
-        trained = (12 if size == 2 else 2 * size) + size if parameter.requires_grad else 0
-        total += parameter.numel() * (trained + (policy.dtype.itemsize if kl_coef else 0))
-    return total
 
 
 def _allocated_bytes(device: torch.device) -> int:

@@ -1,9 +1,8 @@
 """Where the stages of a run are: samplers and trainers in workers, the loop and the books here.
 
 With `place.cluster = 'local'` there is one worker, in this process, with engine and learner on one
-copy of the weights. On Ray this process holds no weights. A rollout worker that is lost is replaced
-(`elastic.py`). If a rank of the learner is lost, the run continues from its last checkpoint with
-new ones.
+copy of the weights. On Ray this process holds no weights. A lost rollout worker is replaced
+(`elastic.py`). If a rank of the learner is lost, new ones continue from the last checkpoint.
 """
 
 import asyncio

@@ -1,9 +1,8 @@
 """Environments of the user's class, alive in a worker process: one for each episode.
 
 `start(prompt)` gives the first message; every public method that is not in PROTOCOL is a tool. What
-a tool cannot do with its arguments (TOLD) is told to the policy; any other exception is the
-environment's failure, and the episode is dropped. The guide "agents and environments" has the whole
-protocol.
+a tool cannot do with its arguments (TOLD) is told to the policy; any other exception fails, and the
+episode is dropped. The guide "agents and environments" has the whole protocol.
 """
 
 import inspect

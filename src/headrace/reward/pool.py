@@ -142,7 +142,7 @@ class JudgeProcess:
             raise JudgeLostError(DropReason.REWARD_ERROR, await self._epitaph()) from error
 
     async def receive(self, deadline: float, late: str) -> dict[str, Any] | None:
-        """The next reply; None if `wake` was set first. After the `deadline` the worker counts as lost."""
+        """The next reply; None if `wake` was set first. Past the `deadline` it is lost."""
         if not self.replies and not self.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
@@ -344,9 +344,8 @@ class JudgePool:
     async def _judge(self, worker: JudgeProcess) -> bool:
         """Send jobs and book the replies until the worker is idle; False if the worker is lost.
 
-        Functions that are called one at a time get a chunk of jobs, and the next chunk when all are
-        judged. Coroutines are concurrent, so new jobs join at any time: one slow verdict does not
-        delay others.
+        Functions that are called one at a time get a chunk of jobs, the next when all are judged.
+        New jobs join coroutines at any time: one slow verdict does not delay others.
         """
         late = f"no verdict in {self._setup.timeout_s:g} s"
         try:

@@ -61,9 +61,7 @@ class Printed:
 
     def take(self) -> str:
         """What was printed in the oldest call that has ended and was not taken yet."""
-        for stream in self._streams:
-            if not stream.calls:
-                stream.read()
+        self.rest()  # reads
         return _joined(stream.calls.popleft() if stream.calls else b"" for stream in self._streams)
 
     def rest(self) -> str:

@@ -36,8 +36,7 @@ class Scorer:
     function: without it, a `JudgePool` of child processes, or `InlineJudges` if `section.workers`
     is 0. `filters` (of `[buffer]`) are called in the same way, each in one process, so that it sees
     the groups one after the other. A sandbox shows nothing of `run_dir`. `on_verdict(key, score)`
-    is called for every new verdict that may be cached, `on_note(text)` for what the user should
-    know while it happens.
+    is called for every new verdict that may be cached, `on_note(text)` for what users should know.
     """
 
     def __init__(
@@ -173,8 +172,7 @@ class InlineJudges:
     """Calls the reward function in this process: `reward.workers = 0`.
 
     For tests, and for functions that are trusted: one that hangs or crashes takes the trainer with
-    it, and one that blocks delays everything else in this event loop. `timeout_s` limits coroutines
-    only. Nothing is retried.
+    it, one that blocks delays this event loop. `timeout_s` limits coroutines. Nothing is retried.
     """
 
     num_retried = 0

@@ -93,8 +93,7 @@ def _reply(item: int, score: Score, seconds: float) -> bytes:
     return frame(json.dumps(reply, default=dict).encode())
 
 
-# User code may raise anything, SystemExit too: that is a failure of its item, and not the end of
-# the worker.
+# User code may raise anything, SystemExit too: a failure of its item, and not the worker's end.
 
 
 def _judge_in_turn(

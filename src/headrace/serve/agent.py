@@ -1,8 +1,7 @@
 """Episodes of an agent: a program that knows nothing of Headrace asks the endpoint for its turns.
 
-Each episode has a key. The agent is a command, a function in a worker process, or a client
-elsewhere that pulls episodes. Its reward is what it returns, prints or reports, else the reward
-function's.
+Each episode has a key. The agent is a command, a function in a worker process, or a client that
+pulls episodes. Its reward is what it returns, prints or reports, else the reward function's.
 """
 
 import asyncio
@@ -201,8 +200,7 @@ class Agents:
 async def run_command(command: str, task: Mapping[str, Any], base_url: str, key: str) -> Parts | None:
     """Run an agent that is a command, and end all processes that it leaves.
 
-    The reward is its last line, such as {"reward": 1.0}, or {"reward": {"right": 1.0, "short":
-    0.2}}.
+    The reward is its last line: {"reward": 1.0}, or {"reward": {"right": 1.0, "short": 0.2}}.
     """
     text = json.dumps(task, default=str)
     env = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": key}
