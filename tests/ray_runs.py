@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,4 +134,19 @@ class SlowReceiver(DiskReceiver):
 
     def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
         time.sleep(1.0)
+        return super().fetch(ticket, timeout_s)
+
+
+class GatedReceiver(DiskReceiver):
+    """In the worker that comes first: takes no version but the first while `gate` is there."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gate, self._gated = gate, False
+        with suppress(FileExistsError):
+            gate.with_suffix(".taken").mkdir()
+            self._gated = True
+
+    def fetch(self, ticket: Ticket, timeout_s: float) -> Payload:
+        while self._gated and ticket.version and self._gate.exists():
+            time.sleep(0.01)
         return super().fetch(ticket, timeout_s)

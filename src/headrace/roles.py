@@ -121,8 +121,8 @@ class Trainer(Protocol):
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
         """The sender's part of a transfer, while receivers fetch."""
 
-    async def offered(self, version: int) -> PublishTimes:
-        """All receivers hold the version."""
+    async def offered(self, version: int, wanted: Sequence[int]) -> PublishTimes:
+        """Receivers hold the version. Those that are late still fetch the `wanted` ones."""
 
     async def withdraw(self, version: int) -> None:
         """Withdraw an offered version; receivers keep the old one."""
@@ -215,6 +215,9 @@ class Reply(Protocol[R_co]):
 
     def result(self, timeout_s: float | None = None) -> R_co:
         """Wait for it in this thread."""
+
+    def is_there(self) -> bool:
+        """Whether `result` would not wait."""
 
 
 class Worker(Protocol[Port_co]):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +15,10 @@ import torch
 from headrace.errors import PublishError, WorkerLostError
 from headrace.loop.publishing import TRIES, WeightPublisher
 from headrace.measured import PublishTimes, StageClock
+from headrace.place.inline import InlineReply
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
-from headrace.publish.encoding import Encoder
+from headrace.publish.disk import DiskReceiver, DiskSender
+from headrace.publish.encoding import Encoder, EncodingKind
 from headrace.publish.publisher import Publisher, Subscriber
 from headrace.types import Ticket
 
@@ -26,15 +30,16 @@ class Served:
 
     node = "here"
 
-    def ask(self, method: Callable[..., Any], *args: Any) -> Future[Any]:
-        return ThreadPoolExecutor(1).submit(getattr(self, method.__name__), *args)
+    def ask(self, method: Callable[..., Any], *args: Any) -> InlineReply[Any]:
+        return InlineReply(ThreadPoolExecutor(1).submit(getattr(self, method.__name__), *args), "worker")
 
 
 class Rank(Served):
     """Its weights of a version are those of the first, and the version on top."""
 
-    def __init__(self) -> None:
-        self.publisher = Publisher(Encoder("full"), CollectiveSender(), torch.float32)
+    def __init__(self, encoding: EncodingKind = EncodingKind.FULL, directory: Path | None = None) -> None:
+        end = CollectiveSender() if directory is None else DiskSender(directory)
+        self.publisher = Publisher(Encoder(encoding), end, torch.float32)
         self.num_offers = 0
 
     def offer(self, version: int, nodes: list[str]) -> Ticket:
@@ -45,8 +50,8 @@ class Rank(Served):
     def send(self, ticket: Ticket, timeout_s: float) -> None:
         self.publisher.send(ticket, timeout_s)
 
-    def offered(self, version: int) -> PublishTimes:
-        self.publisher.commit(version)
+    def offered(self, version: int, wanted: list[int]) -> PublishTimes:
+        self.publisher.commit(version, wanted)
         return self.publisher.times
 
     def withdraw(self, version: int) -> None:
@@ -58,11 +63,13 @@ class Rank(Served):
 
 
 class Receiver(Served):
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, by_disk: bool = False) -> None:
         self.name, self.live, self.dead, self.broken = name, {"x": WEIGHTS.clone()}, False, False
-        self.subscriber = Subscriber(CollectiveReceiver(), self.live)
+        self.subscriber = Subscriber(DiskReceiver() if by_disk else CollectiveReceiver(), self.live)
+        self.gate, self.versions = threading.Event(), list[int]()
+        self.gate.set()
 
-    def ask(self, method: Callable[..., Any], *args: Any) -> Future[Any]:
+    def ask(self, method: Callable[..., Any], *args: Any) -> InlineReply[Any]:
         return super().ask(self.die if self.dead else method, *args)
 
     def die(self, *args: Any) -> None:
@@ -71,6 +78,7 @@ class Receiver(Served):
     def stage(self, ticket: Ticket, timeout_s: float) -> None:
         if self.broken:
             raise PublishError(f"{self.name} has no room")
+        self.gate.wait()
         self.subscriber.stage(ticket, timeout_s)
 
     def commit(self, version: int) -> PublishTimes:
@@ -82,14 +90,22 @@ class Receiver(Served):
 
 
 class World:
-    def __init__(self) -> None:
-        self.rank, self.workers, self.lost = Rank(), [Receiver("a"), Receiver("b")], []
+    def __init__(self, encoding: EncodingKind = EncodingKind.FULL, directory: Path | None = None) -> None:
+        self.rank, by_disk, self.lost = Rank(encoding, directory), directory is not None, list[str]()
+        self.workers = [Receiver("a", by_disk), Receiver("b", by_disk)]
+        self.brought: list[Future[None]] = []
         ranks: Any = SimpleNamespace(
             first=self.rank, ranks=[self.rank], gather=lambda asked: [reply.result() for reply in asked]
         )
         workers: Any = lambda: list(self.workers)  # noqa: E731
-        self.publisher = WeightPublisher(ranks, StageClock(), 1.0, workers, self.give_up)
+        bring: Any = lambda *late: self.brought.append(ThreadPoolExecutor(1).submit(self.publisher.follow, *late))  # noqa: E731
+        self.publisher = WeightPublisher(
+            ranks, StageClock(), 1.0, workers, self.give_up, self.reached, bring if by_disk else None
+        )
         self.publisher.commit(0)
+
+    def reached(self, worker: Any, version: int) -> None:
+        worker.versions.append(version)
 
     def give_up(self, worker: Any, why: str) -> None:
         self.lost.append(worker.name)
@@ -147,3 +163,49 @@ def test_where_nobody_can_take_a_version_the_run_is_told_why():
         world.publisher.commit(1)
     assert world.rank.num_offers == 1 + TRIES
     assert world.publisher.version == 0
+
+
+@pytest.mark.parametrize("encoding", [EncodingKind.FULL, EncodingKind.DELTA])
+def test_nobody_waits_for_a_late_worker_which_gets_the_newest_version_in_the_end(
+    encoding: EncodingKind, tmp_path: Path
+):
+    world = World(encoding, tmp_path)
+    fast, late = world.workers
+    late.gate.clear()
+    for version in (1, 2, 3):
+        world.publisher.commit(version)
+        assert fast.versions[-1] == version
+        assert late.versions == [0]
+        assert torch.equal(late.live["x"], WEIGHTS)
+    late.gate.set()
+    (brought,) = world.brought  # it was asked once
+    brought.result(30.0)
+    world.assert_all_have(3)
+    assert late.versions[-1] == 3
+    assert late.versions == sorted(late.versions)  # it never went back
+    world.publisher.commit(4)
+    world.assert_all_have(4)
+    assert len(world.brought) == 1
+    assert not world.lost
+
+
+def test_a_late_worker_that_fails_is_told_of(tmp_path: Path):
+    world = World(directory=tmp_path)
+    world.workers[1].gate.clear()
+    world.publisher.commit(1)
+    world.workers[1].dead = True
+    world.workers[1].gate.set()
+    with pytest.raises(WorkerLostError, match="b is dead"):
+        world.brought[0].result(30.0)
+
+
+def test_the_first_version_is_waited_for(tmp_path: Path):
+    """A worker without it has no weights of this run."""
+    world = World(directory=tmp_path)
+    late = Receiver("c", by_disk=True)
+    late.gate.clear()
+    world.workers.append(late)
+    world.publisher.version = None
+    threading.Timer(1.0, late.gate.set).start()
+    world.publisher.commit(1)
+    assert late.versions == [1]

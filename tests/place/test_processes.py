@@ -9,7 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forked_cluster import ForkedCluster
-from ray_runs import IN_TURNS, ON_RAY, SlowReceiver, assert_same_result, begun_here, kill, train, trained_tokens
+from ray_runs import (
+    IN_TURNS,
+    ON_RAY,
+    GatedReceiver,
+    SlowReceiver,
+    assert_same_result,
+    begun_here,
+    kill,
+    train,
+    trained_tokens,
+)
 from tiny_runs import Workshop, select
 
 from headrace import api
@@ -145,3 +155,30 @@ def test_the_learner_goes_on_while_its_weights_travel(workshop: Workshop, monkey
     assert len(travels) >= 5
     beside = [one for one in passes if any(start < one[0] and one[1] < end for start, end in travels)]
     assert len(beside) > len(passes) / 2  # most groups were there already
+
+
+def test_nobody_waits_for_a_worker_that_takes_new_weights_late(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    """One of two workers gets no new version before the fourth step is done."""
+    gate = workshop.directory / "late-gate"
+    gate.touch()
+    ends = partial(DiskSender, workshop.directory / "late" / "published"), partial(GatedReceiver, gate)
+    monkeypatch.setattr("headrace.place.place._ends", lambda *of_run: ends)
+    run = train(
+        workshop, "late", DISK, *ON_RAY[:2], "loop.max_lag=2", "loop.steps=12", "publish.timeout_s=600",
+        on_row=once(4, lambda place: gate.unlink()), monkeypatch=monkeypatch,
+    )  # fmt: skip
+    assert [row.step for row in run.rows] == [*range(1, 13)]
+    assert max(row.lag_max for row in run.rows) <= 2
+    assert audit(run.run_dir) == []
+    assert sum("takes new weights later" in note for note in run.notes) == 1
+    applied: dict[str, list[int]] = {}
+    for worker, version in select(
+        run.run_dir, "SELECT worker, version FROM spans WHERE stage = 'publish' AND detail = 'apply' ORDER BY start_s"
+    ):
+        applied.setdefault(worker, []).append(version)
+    late, other = sorted(applied.values(), key=len)
+    assert other == [*range(13)]
+    assert late[0] == 0
+    assert late == sorted(set(late))
+    assert 2 not in late  # it went on to what was the newest then
+    assert late[-1] > 4

@@ -177,3 +177,17 @@ async def test_an_order_that_cannot_be_taken_fails_the_pool(workshop: Workshop):
     with pytest.raises(DataError, match=r"prompt 'p0' has 3 tokens and may get 9999 new ones"):
         await asyncio.gather(*books.start(9999))
     books.pool.close()
+
+
+@pytest.mark.parametrize(("most_behind", "orders"), [(0, [8, 0]), (1, [4, 4])])
+async def test_a_worker_with_older_weights_gets_new_groups_only_as_far_as_allowed(
+    workshop: Workshop, most_behind: int, orders: list[int]
+):
+    workers = newest, _ = Here(workshop, "newest"), Here(workshop, "behind")
+    books = Books(*workers)
+    books.pool.most_behind = most_behind
+    books.pool.reached(newest, 1)  # type: ignore[arg-type]
+    futures = books.start(8)
+    assert [len(books.pool._members[worker].orders) for worker in workers] == orders
+    await asyncio.gather(*futures)
+    books.pool.close()

@@ -75,6 +75,9 @@ class RayReply:
         except RayError as error:
             raise _in_our_words(error, self.worker) from None
 
+    def is_there(self) -> bool:
+        return bool(ray.wait([self.ref], timeout=0)[0])
+
     def result(self, timeout_s: float | None = None) -> Any:
         try:
             return ray.get(self.ref, timeout=timeout_s)

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import LearnerLostError, WorkerLostError
+from headrace.errors import LearnerLostError, PublishError, WorkerLostError
 from headrace.ledger.files import wanted_workers
 from headrace.loop.publishing import WeightPublisher
+from headrace.loop.watchdog import beside
 from headrace.roles import Sampler, Worker
 from headrace.rollout.pool import RolloutPool
 
@@ -35,6 +36,7 @@ class Elastic:
     _events: asyncio.AbstractEventLoop = field(init=False)  # the run's
     _joining: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _late: set[str] = field(default_factory=set, init=False)  # names that the user was told
 
     def __post_init__(self) -> None:
         self.wanted = wanted_workers(self.run_dir, self.num_workers)
@@ -57,6 +59,21 @@ class Elastic:
     def give_up(self, worker: Worker[Sampler], why: str) -> None:
         """A worker failed to take a version. Called in a thread."""
         self._in_loop(lambda worker: self.pool.lose(worker, why), worker)
+
+    def bring(self, worker: Worker[Sampler], *begun: Any) -> None:
+        """A worker is late: it takes versions at its own pace. Called in a thread."""
+        self._in_loop(lambda worker: self._in_background(self._follow(worker, *begun)), worker)
+
+    async def _follow(self, worker: Worker[Sampler], *begun: Any) -> None:
+        if worker.name not in self._late:
+            self._late.add(worker.name)
+            self.on_note(f"{worker.name} takes new weights later than others, and samples on with older ones meanwhile")
+        try:
+            await beside(self.publisher().follow, worker, *begun)
+        except (WorkerLostError, PublishError) as error:
+            self.pool.lose(worker, str(error))
+        except LearnerLostError as error:
+            self.pool.fail(error)
 
     async def _watch(self) -> None:
         while True:

@@ -30,6 +30,9 @@ class InlineReply(Generic[R]):
     def __await__(self) -> Generator[Any, None, R]:
         return asyncio.wrap_future(self._future).__await__()
 
+    def is_there(self) -> bool:
+        return self._future.done()
+
     def result(self, timeout_s: float | None = None) -> R:
         if not isinstance(self._future, Future):
             return self._future.result()

@@ -189,8 +189,8 @@ class LearnerRank:
     async def send(self, ticket: Ticket, timeout_s: float) -> None:
         await beside(self._publisher.send, ticket, timeout_s)
 
-    async def offered(self, version: int) -> PublishTimes:
-        self._publisher.commit(version)
+    async def offered(self, version: int, wanted: Sequence[int]) -> PublishTimes:
+        self._publisher.commit(version, wanted)
         return self._publisher.times
 
     async def withdraw(self, version: int) -> None:

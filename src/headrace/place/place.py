@@ -121,12 +121,22 @@ class Place:
             on_redone=lambda num_tokens: self._books.redone(num_tokens),
             on_lost=self._on_lost,
             on_note=on_note,
+            most_behind=int(config.loop.max_lag / 2),
         )
         self._player = self._make_player()
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
-        timeout_s, workers = config.publish.timeout_s, lambda: self.pool.workers
-        self.publisher = WeightPublisher(self.ranks, self.clock, timeout_s, workers, self.elastic.give_up)
+        # at max_lag = 0 who samples what may not depend on time
+        waits = self._colocated or config.loop.max_lag == 0 or config.publish.transport == "collective"
+        self.publisher = WeightPublisher(
+            self.ranks,
+            self.clock,
+            config.publish.timeout_s,
+            workers=lambda: self.pool.workers,
+            give_up=self.elastic.give_up,
+            reached=self.pool.reached,
+            bring=None if waits else self.elastic.bring,
+        )
         # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
 

@@ -44,6 +44,7 @@ class Publisher:
     def __init__(self, encoder: Encoder, end: SendingEnd, dtype: torch.dtype) -> None:
         self._encoder, self._end, self._dtype = encoder, end, dtype
         self._kept: list[Manifest] = []  # a base and the deltas since, for receivers that join late
+        self._old: set[int] = set()  # versions that late receivers still fetch
         self._staged: Ticket | None = None
         self._nodes: list[str] | None = None  # of the receivers that are connected now
         self.times = PublishTimes()  # of the version staged last
@@ -81,7 +82,8 @@ class Publisher:
     def send(self, ticket: Ticket, timeout_s: float) -> None:
         self._end.send(ticket, timeout_s)
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int, wanted: Sequence[int] = ()) -> None:
+        """Forgets what no receiver needs any more; late ones still fetch the `wanted` versions."""
         ticket, self._staged = self._staged, None
         if ticket is None or ticket.version != version:
             raise PublishError(f"version {version} is not the one that is staged")
@@ -91,9 +93,10 @@ class Publisher:
         base, *deltas = self._kept
         if base.base is not None or len(deltas) > MAX_DELTAS or 2 * sum(d.num_bytes for d in deltas) > base.num_bytes:
             self._kept = []  # sending base and deltas would cost more than a new base
-        for manifest in (*before, new):
-            if manifest not in self._kept:
-                self._end.forget(manifest.version)
+        self._old |= {m.version for m in (*before, new) if m not in self._kept}
+        for old in self._old.difference(wanted):
+            self._end.forget(old)
+        self._old.intersection_update(wanted)
 
     def abandon(self, version: int) -> None:
         if self._staged is not None and self._staged.version == version:

@@ -22,6 +22,7 @@ ANSWER_S = 60.0  # timeout of calls that a worker answers from memory
 class _Member:
     """What the pool knows of a worker."""
 
+    version: int  # that it samples with
     orders: dict[str, Order] = field(default_factory=dict)  # by id of each unfinished request
     sampled_tokens: int = 0  # reported
     delivered_tokens: int = 0  # of finished trajectories
@@ -41,6 +42,8 @@ class RolloutPool:
     on_redone: Callable[[int], None]  # tokens, when a worker is lost
     on_lost: Callable[[Worker[Sampler], str], None]  # and why
     on_note: Callable[[str], None]
+    most_behind: int = 0  # versions, of a worker that gets new groups
+    _newest: int = field(default=0, init=False)  # version that a worker has
     _members: dict[Worker[Sampler], _Member] = field(default_factory=dict, init=False)
     _waiting: list[Order] = field(default_factory=list, init=False)  # while there is no worker
     _futures: dict[str, asyncio.Future[Trajectory]] = field(default_factory=dict, init=False)
@@ -65,11 +68,17 @@ class RolloutPool:
     # ---- workers come and go
 
     def join(self, worker: Worker[Sampler]) -> None:
-        self._members[worker] = member = _Member()
+        self._members[worker] = member = _Member(self._newest)
         member.following = asyncio.create_task(self._follow(worker, member))
         waiting, self._waiting = self._waiting, []
         for order in waiting:
             self._give(order)
+
+    def reached(self, worker: Worker[Sampler], version: int) -> None:
+        """The worker samples with `version` from now on."""
+        self._newest = max(self._newest, version)
+        if worker in self._members:
+            self._members[worker].version = version
 
     def lose(self, worker: Worker[Sampler], why: str) -> None:
         """Remove a worker that is lost or must go; its unfinished requests go to others."""
@@ -169,9 +178,9 @@ class RolloutPool:
         return found
 
     def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
-        """Greedy next token and its log-prob of every engine. Call it in the device thread."""
-        found = []
-        for reply in [worker.ask(Sampler.greedy, prompt) for worker in self.workers]:
+        """Greedy next token and its log-prob of every engine with the newest weights. Call it in the device thread."""
+        found, newest = [], [w for w, member in self._members.items() if member.version == self._newest]
+        for reply in [worker.ask(Sampler.greedy, prompt) for worker in newest]:
             with suppress(WorkerLostError):
                 found.append(reply.result(ANSWER_S))
         return [token for token in found if token is not None]
@@ -189,7 +198,9 @@ class RolloutPool:
             return
         worker = self._homes.get(session := order.session(0))
         if worker not in staying or worker is None:
-            worker = min(staying, key=lambda w: len(self._members[w].orders))
+            oldest = self._newest - self.most_behind
+            fresh = [w for w in staying if self._members[w].version >= oldest]  # else its tokens are soon too old
+            worker = min(fresh or staying, key=lambda w: len(self._members[w].orders))
         if session:
             self._homes[session] = worker
         self._members[worker].orders |= {order.request_id(i): order for i in range(len(order.indices))}
