@@ -154,7 +154,7 @@ def test_an_earlier_run_is_only_replaced_when_told_to(finished: Finished, worksh
 def test_what_a_stalled_run_learned_is_kept(workshop: Workshop):
     """Two steps go well, then every reward is the same."""
     path = write_prompts(workshop.directory / "dull.jsonl", dull=[False] * 8 + [True])
-    extra = (f"prompts.source={path}", "prompts.shuffle=false", "buffer.patience=1", "loop.steps=9")
+    extra = (f"prompts.source={path}", "prompts.select=in-order", "buffer.patience=1", "loop.steps=9")
     with pytest.raises(StalledError):
         headrace.train(workshop.config("dull", *extra, reward="dull"))
     run = workshop.directory / "dull"
@@ -213,7 +213,7 @@ def test_answers_that_nobody_can_score_have_no_score(workshop: Workshop):
 def test_a_warm_start_is_part_of_the_run(workshop: Workshop):
     path = write_prompts(workshop.directory / "worked.jsonl", worked=["abc"], huge=[False] * 4 + [True] * 4 + [False])
     diary = Diary()
-    extra = (f"prompts.source={path}", "prompts.shuffle=false", "learner.advantage=dr-grpo")
+    extra = (f"prompts.source={path}", "prompts.select=in-order", "learner.advantage=dr-grpo")
     warm = ("warmstart.steps=2", "warmstart.examples=2")
     headrace.train(workshop.config("warm", *extra, *warm, "loop.steps=2", reward="huge"), diary)
     assert diary.entries[:4] == [

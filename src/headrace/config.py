@@ -22,6 +22,7 @@ MOST_S = 10**8  # three years; timers of operating systems overflow later
 MOST_TRAJECTORIES = 10**6  # under way at a time: each is an object in memory
 
 DEMOS = ("demo", "demo-chat")  # models that are made on the spot
+SELECTIONS = ("uniform", "in-order", "signal")  # of prompts
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -87,7 +88,11 @@ class PromptsSection(SettingsSection):
         "auto", "apply the tokenizer's chat template; auto does if there is one"
     )
     max_tokens: PositiveInt = setting(1024, "a longer prompt is refused at start-up")
-    shuffle: bool = setting(True, "a new order each epoch, from run.seed")
+    select: Home = setting(
+        "uniform",
+        "which is drawn next: 'uniform' (a new order each epoch, from run.seed), 'in-order', 'signal' (those whose "
+        "answers are likely to differ in reward), or file.py:function (known) -> scores",
+    )
     eval_source: Home = setting("", "held-out prompts; empty: the end of prompts.source")
     eval_count: PositiveInt = setting(128, "how many held-out prompts", most=10**6)
 
@@ -396,7 +401,17 @@ def _of_learning(config: Config) -> Iterator[str]:
         )
 
 
+def _of_selection(config: Config) -> Iterator[str]:
+    select = config.prompts.select
+    if select not in SELECTIONS and ":" not in select:
+        known = ", ".join(f"'{name}'" for name in SELECTIONS)
+        yield f"prompts.select = '{select}' is none of {known}, and names no function, 'file.py:function'"
+    if select == "signal" and config.rollout.samples < 2:
+        yield "prompts.select = 'signal' and rollout.samples = 1: it compares the answers to a prompt"
+
+
 def _of_generation(config: Config) -> Iterator[str]:
+    yield from _of_selection(config)
     source, rollout, loop = config.prompts.source, config.rollout, config.loop
     if config.model.path in DEMOS and source != "arithmetic" and not config.warmstart.steps:
         yield (

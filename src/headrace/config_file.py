@@ -18,7 +18,10 @@ from headrace.errors import ConfigError
 from headrace.user_code import names_file, names_function
 
 COMMAND_LINE = "command line"
-NAME_CODE = ("prompts.source", "prompts.eval_source", "reward.function", "episode.environment", "episode.agent")
+NAME_CODE = (
+    *("prompts.source", "prompts.eval_source", "prompts.select"),
+    *("reward.function", "episode.environment", "episode.agent"),
+)
 NAME_FILES = (*NAME_CODE, "model.path", "model.tokenizer")
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
@@ -70,7 +73,8 @@ def rooted(config: Config) -> Config:
     agent = _absolute_function(episode.agent) if names_function(episode.agent) else episode.agent
     return config.but(
         model={"path": _absolute(model.path), "tokenizer": _absolute(model.tokenizer)},
-        prompts={key: _absolute_source(getattr(prompts, key)) for key in ("source", "eval_source")},
+        prompts={key: _absolute_source(getattr(prompts, key)) for key in ("source", "eval_source")}
+        | {"select": _absolute_function(prompts.select)},
         run={"dir": run.dir and os.path.abspath(run.dir)},
         reward={"function": _absolute_function(config.reward.function)},
         episode={"environment": _absolute_function(episode.environment), "agent": agent},
@@ -241,6 +245,9 @@ def _wrong(key: str, message: str, given: Mapping[str, Given]) -> str:
 def _unknown(key: str, place: str = "") -> str:
     where = f" ({place})" if place else ""
     section, _, rest = key.partition(".")
+    if key == "prompts.shuffle":
+        instead = 'write prompts.select = "uniform" for true, which is the default, and "in-order" for false'
+        return f"there is no prompts.shuffle any more; {instead}{where}"
     if key in SECTIONS:
         example = next(iter(SECTIONS[key].model_fields))
         return f"{key} is a section, not a setting; set one of its keys, such as {key}.{example}{where}"

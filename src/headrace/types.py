@@ -76,6 +76,29 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a run knows of one of its prompts; a function in `prompts.select` gets one for each.
+
+    Example: Known(id="train-17", fields={"level": 3}, seen=2, rewards=(0.0, 1.0, 1.0, 1.0), version=31)
+    """
+
+    id: str
+    fields: Mapping[str, Any]  # its whole record
+    seen: int = 0  # groups that are over
+    rewards: tuple[float, ...] = ()  # of the newest of them
+    version: int | None = None  # of the policy when that was started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """The outcome of a group that is over. Example: Scored(serial=40, version=7, rewards=(0.0, 1.0))."""
+
+    serial: int
+    version: int
+    rewards: tuple[float, ...]  # without those that could not be computed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
     """`version` sampled tokens `start` to `end` (exclusive). Example: Span(version=7, start=5, end=9)."""
 

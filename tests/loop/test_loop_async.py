@@ -122,7 +122,7 @@ async def test_late_groups_are_dropped_as_stale(workshop: Workshop):
     run = workshop.directory / "late"
     path = workshop.directory / "late.jsonl"
     write_prompts(path, rows=[0, 0, 3, 0], file=[str(run / "seen.txt")])
-    extra = (f"prompts.source={path}", "prompts.shuffle=false", "loop.max_lag=1", "loop.steps=10", "reward.workers=5")
+    extra = (f"prompts.source={path}", "prompts.select=in-order", "loop.max_lag=1", "loop.steps=10", "reward.workers=5")
 
     def meddle(place: Any, loop: Any) -> None:
         def on_row(row: Any) -> None:

@@ -115,7 +115,7 @@ def moody_run(workshop: Workshop) -> Path:
     path = write_prompts(workshop.directory / "moody.jsonl", slow=[True, True, False])
     extra = (
         f"prompts.source={path}",
-        "prompts.shuffle=false",
+        "prompts.select=in-order",
         "reward.timeout_s=0.3",
         "reward.retries=0",
         "reward.workers=2",
@@ -194,7 +194,7 @@ async def test_a_group_with_fewer_than_two_verdicts_is_incomplete(workshop: Work
 async def test_an_infinite_gradient_skips_its_step_and_the_run_goes_on(workshop: Workshop):
     huge = [False] * 4 + [True] * 4 + [False]  # the prompts of the second step
     path = write_prompts(workshop.directory / "huge.jsonl", huge=huge)
-    extra = (f"prompts.source={path}", "prompts.shuffle=false", "learner.advantage=dr-grpo", "loop.steps=3")
+    extra = (f"prompts.source={path}", "prompts.select=in-order", "learner.advantage=dr-grpo", "loop.steps=3")
     kept: list[dict[str, Any]] = []  # policy and moments after each step
 
     def meddle(place: Place, loop: Loop) -> None:

@@ -33,7 +33,7 @@ def twins(workshop: Workshop) -> Twins:
     dirs = []
     for name, seed in (("one", 7), ("other", 7), ("stranger", 8)):
         # the prompts come in one order, so that what a seed changes is what is sampled
-        extra = (f"run.seed={seed}", "prompts.shuffle=false", "reward.workers=2", "loop.steps=4", "loop.eval_every=2")
+        extra = (f"run.seed={seed}", "prompts.select=in-order", "reward.workers=2", "loop.steps=4", "loop.eval_every=2")
         api.train(workshop.config(name, *extra, reward="jittery"))
         dirs.append(workshop.directory / name)
     return Twins(*dirs)
@@ -124,7 +124,7 @@ def slow_last(workshop: Workshop) -> tuple[str, ...]:
     path = write_prompts(workshop.directory / "slow_last.jsonl", late=[0, 0, 0, 1, 0], huge=[False], slow=[False])
     return (
         f"prompts.source={path}",
-        "prompts.shuffle=false",
+        "prompts.select=in-order",
         "learner.micro_batch_tokens=40",
         "reward.workers=2",
         "loop.steps=2",

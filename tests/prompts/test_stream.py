@@ -44,7 +44,7 @@ def test_the_last_records_are_held_out_and_never_drawn(tmp_path, plain):
 
 def test_ids_of_the_records_are_kept(tmp_path, plain):
     path = write(tmp_path / "a.jsonl", [{"prompt": "a", "id": i} for i in range(5)])
-    prompts = stream(plain, source=path, shuffle=False)
+    prompts = stream(plain, source=path, select="in-order")
     assert [p.id for p in prompts.held_out] == ["2", "3", "4"]
     assert [id for _, id, *_ in take(prompts, 4)] == ["0", "1", "0", "1"]
 
@@ -65,17 +65,17 @@ def test_every_record_once_per_epoch_in_a_new_order(tmp_path, plain):
     assert [id for _, id, *_ in take(stream(plain, seed=1, source=path), 50)] != epochs[0]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("select", ["uniform", "in-order"])
 @pytest.mark.parametrize("stop", [0, 1, 6, 7, 8, 20])
-def test_resume(tmp_path, plain, stop, shuffle):
+def test_resume(tmp_path, plain, stop, select):
     path = numbered(tmp_path, 10)
-    expected = take(stream(plain, source=path, shuffle=shuffle), 20)
-    first = stream(plain, source=path, shuffle=shuffle)
+    expected = take(stream(plain, source=path, select=select), 20)
+    first = stream(plain, source=path, select=select)
     before = take(first, stop)
-    second = stream(plain, source=path, shuffle=shuffle)
-    second.restore(json.loads(json.dumps(first.state())))
+    second = stream(plain, source=path, select=select)
+    second.restore(json.loads(json.dumps(first.state())), {})
     assert before + take(second, 20 - stop) == expected
-    second.restore({**second.state(), "serial": 5})
+    second.restore({**second.state(), "serial": 5}, {})
     assert take(second, 2) == expected[5:7]
 
 
@@ -83,12 +83,12 @@ def test_resume_with_other_prompts(tmp_path, plain):
     path = numbered(tmp_path, 10)
     state = stream(plain, source=path).state()
     with pytest.raises(DataError, match="not those of the checkpoint: seed was 0, is 1"):
-        stream(plain, seed=1, source=path).restore(state)
+        stream(plain, seed=1, source=path).restore(state, {})
     with pytest.raises(DataError, match="num_prompts was 7, is 6"):
-        stream(plain, source=path, eval_count=4).restore(state)
+        stream(plain, source=path, eval_count=4).restore(state, {})
     write(tmp_path / "a.jsonl", [{"prompt": f"{i}+2="} for i in range(10)])
     with pytest.raises(DataError, match="fingerprint was"):
-        stream(plain, source=path).restore(state)
+        stream(plain, source=path).restore(state, {})
 
 
 def test_a_separate_eval_source(tmp_path, plain):
@@ -102,7 +102,7 @@ def test_a_separate_eval_source(tmp_path, plain):
 
 def test_equal_ids_in_a_separate_eval_source_stay_apart(tmp_path, plain):
     source, held = (write(tmp_path / f, [{"prompt": f, "id": i} for i in range(3)]) for f in ("a.jsonl", "b.jsonl"))
-    prompts = stream(plain, source=source, eval_source=held, shuffle=False)
+    prompts = stream(plain, source=source, eval_source=held, select="in-order")
     assert [p.id for p in prompts.held_out] == ["eval-0", "eval-1", "eval-2"]
     assert prompts.next()[1].id == "0"
 

@@ -107,6 +107,7 @@ class Loop:
                 tasks.create_task(self.groups.start(serial, prompts.at(serial), number, so_far))
             while True:
                 room = await self.stages.buffer.admit()
+                prompts.heed(self.stages.ledger.outcomes)
                 with self.stages.ledger.writing():  # a restart finds all of a wave, or nothing
                     for _ in range(room):
                         tasks.create_task(self.groups.start(*prompts.next()))

@@ -28,8 +28,8 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     checkpoint = stages.checkpoints.newest(on_note)
     if checkpoint is None:
         raise RunError(f"{ledger.run_dir} cannot be resumed: it has no checkpoint that can be read")
-    next_serial = max((attempt.serial for attempt in recovery.attempts()), default=-1) + 1
-    stages.prompts.restore({**checkpoint.facts["prompts"], "serial": next_serial})
+    drawn = {attempt.serial: attempt.prompt_id for attempt in recovery.attempts()}
+    stages.prompts.restore({**checkpoint.facts["prompts"], "serial": len(drawn)}, drawn)
     await stages.device.run(stages.ranks.load, checkpoint.tensors, checkpoint.version)
     await stages.device.run(stages.publisher.commit, checkpoint.version)
     stages.books.reached(checkpoint.version)

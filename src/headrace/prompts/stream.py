@@ -3,9 +3,10 @@
 `PromptStream` draws a record, `Renderer` makes it a Prompt: its text or chat as token ids.
 """
 
+import math
 import zlib
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,16 @@ import numpy.typing as npt
 
 from headrace.config import PromptsSection
 from headrace.errors import DataError
+from headrace.prompts.select import Selection
 from headrace.prompts.source import REASONING_GYM, default_reward, open_source, prompt_key
-from headrace.types import Prompt
+from headrace.types import Prompt, Scored
 from headrace.user_code import time_limit
 
 Message = Mapping[str, Any]
 
 EVAL_SEED_OFFSET = 1_000_003  # a generated eval_source must not repeat the training problems
 NUM_CHECKED_AHEAD = 256  # records that are checked before the run if the task is slow to make them
+KINDS_PER_DOUBLING = 4  # of the length: prompts that differ less in it count as alike
 TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 
 
@@ -107,7 +110,8 @@ class Renderer:
 class PromptStream:
     """All prompts of a run. Every record is checked before the first is drawn.
 
-    A record is drawn once per epoch, in an order that follows from `seed` and the epoch.
+    A record is drawn once per epoch, in an order that follows from `seed` and the epoch, unless
+    `prompts.select` chooses by what is known of the prompts.
     """
 
     def __init__(self, section: PromptsSection, tokenizer: Any, seed: int, *, room_tokens: int = 2**31) -> None:
@@ -123,20 +127,39 @@ class PromptStream:
                 "which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
             )
         self.held_out = self._hold_out(total - held)  # at the end of the source
+        self._kinds: list[int] = []  # of the prompts to train on; those alike have the same
         self._train, self._fingerprint = self._check(total - held)
         self.num_train = len(self._train)
         self._serial = 0  # of the next draw
+        self._selection: Selection | None = None
+        if section.select not in ("uniform", "in-order"):
+            order = partial(_order, seed, num=self.num_train)
+            self._selection = Selection(section.select, self._kinds, self._record, order)
 
     def next(self) -> tuple[int, Prompt]:
-        self._serial += 1
-        return self._serial - 1, self.at(self._serial - 1)
+        serial, self._serial = self._serial, self._serial + 1
+        if self._selection is not None:
+            self._selection.draw()
+        return serial, self.at(serial)
 
     def at(self, serial: int) -> Prompt:
-        """The prompt that was or will be drawn with this serial; the stream stays where it is."""
-        epoch, position = divmod(serial, self.num_train)
-        if self._section.shuffle:
-            position = _order(self._seed, epoch, self.num_train)[position]
-        return self._prompt(int(self._train[position]))
+        """The prompt that was or will be drawn with this serial; the stream stays where it is.
+
+        Where it depends on the outcomes of others, only one that was drawn.
+        """
+        drawn = self._in_order(serial) if self._selection is None else self._selection.drawn[serial]
+        return self._prompt(int(self._train[drawn]))
+
+    def heed(self, outcomes: Callable[[Iterable[int]], Sequence[Scored]]) -> None:
+        """Let the next draws depend on the groups that are over; `outcomes(serials)` tells of them."""
+        if self._selection is not None:
+            self._selection.heed(outcomes(self._selection.awaited))
+
+    def _in_order(self, number: int) -> int:
+        epoch, position = divmod(number, self.num_train)
+        if self._section.select == "in-order":
+            return position
+        return int(_order(self._seed, epoch, self.num_train)[position])
 
     def worked(self, n: int, rng: np.random.Generator) -> list[tuple[Prompt, Any]]:
         """`n` training prompts, each with the solution in its field `worked`: a text, or a chat."""
@@ -155,16 +178,22 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """JSON that `restore` continues from; with another `serial`, the state before that draw."""
-        order = {"seed": self._seed, "shuffle": self._section.shuffle, "serial": self._serial}
+        order = {"seed": self._seed, "select": self._section.select, "serial": self._serial}
         return {"num_prompts": self.num_train, "fingerprint": self._fingerprint, **order}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state` was taken; other prompts or another order are refused."""
+    def restore(self, state: Mapping[str, Any], drawn: Mapping[int, str]) -> None:
+        """Continue exactly where `state` was taken; other prompts or another order are refused.
+
+        `drawn` are the ids of the prompts that were drawn, by serial.
+        """
         now = {**self.state(), "serial": state["serial"]}
         if changed := [name for name in now if state[name] != now[name]]:
             was = ", ".join(f"{name} was {state[name]}, is {now[name]}" for name in changed)
             raise DataError(f"the prompts of {self._section.source} are not those of the checkpoint: {was}")
         self._serial = state["serial"]
+        if self._selection is not None:
+            place = {self._record(i)[0]: i for i in range(self.num_train)}
+            self._selection.restore([place[drawn[serial]] for serial in range(self._serial)])
 
     def _hold_out(self, num_train: int) -> list[Prompt]:
         section, held, name = self._section, self._section.eval_count, self._section.eval_source
@@ -181,6 +210,11 @@ class PromptStream:
         records = ((i, source[i]) for i in range(held))
         ids = ((i if record.get("id") is None else record["id"], record) for i, record in records)
         return [self._renderer.render(record, f"eval-{id}") for id, record in ids]
+
+    def _record(self, number: int) -> tuple[str, Mapping[str, Any]]:
+        """The id and the fields of a prompt to train on."""
+        record = self._source[i := int(self._train[number])]
+        return _id(record, "train", i), record
 
     def _prompt(self, i: int, split: str = "train") -> Prompt:
         record = self._source[i]
@@ -206,9 +240,12 @@ class PromptStream:
             content = str(record[prompt_key(record, section.prompt_field, f"prompt '{id}'")])
             if content not in held_texts:
                 keep.append(i)
+                self._kinds.append(int(KINDS_PER_DOUBLING * math.log2(len(content) or 1)))
             checksum = zlib.crc32(f"{id}\0{content}\0".encode(errors="replace"), checksum)
         if not keep:
             raise DataError(f"{section.source}: every prompt is also held out; raise prompts.count")
+        if is_slow:
+            self._kinds = [0] * num_train
         return np.arange(num_train) if is_slow else np.asarray(keep, np.int64), f"{checksum:08x}"
 
 
