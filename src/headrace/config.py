@@ -90,8 +90,8 @@ class PromptsSection(SettingsSection):
     max_tokens: PositiveInt = setting(1024, "a longer prompt is refused at start-up")
     select: Home = setting(
         "uniform",
-        "which is drawn next: 'uniform' (a new order each epoch, from run.seed), 'in-order', 'signal' (those whose "
-        "answers are likely to differ in reward), or file.py:function (known) -> scores",
+        "which comes next: 'uniform' (a new order each epoch, from run.seed), 'in-order', 'signal' "
+        "(answers likely to differ in reward), or file.py:function (known) -> scores",
     )
     eval_source: Home = setting("", "held-out prompts; empty: the end of prompts.source")
     eval_count: PositiveInt = setting(128, "how many held-out prompts", most=10**6)
@@ -402,12 +402,9 @@ def _of_learning(config: Config) -> Iterator[str]:
 
 
 def _of_selection(config: Config) -> Iterator[str]:
-    select = config.prompts.select
-    if select not in SELECTIONS and ":" not in select:
+    if (select := config.prompts.select) not in SELECTIONS and ":" not in select:
         known = ", ".join(f"'{name}'" for name in SELECTIONS)
-        yield f"prompts.select = '{select}' is none of {known}, and names no function, 'file.py:function'"
-    if select == "signal" and config.rollout.samples < 2:
-        yield "prompts.select = 'signal' and rollout.samples = 1: it compares the answers to a prompt"
+        yield f"prompts.select = '{select}' is none of {known}, and names no 'file.py:function'"
 
 
 def _of_generation(config: Config) -> Iterator[str]:

@@ -246,8 +246,8 @@ def _unknown(key: str, place: str = "") -> str:
     where = f" ({place})" if place else ""
     section, _, rest = key.partition(".")
     if key == "prompts.shuffle":
-        instead = 'write prompts.select = "uniform" for true, which is the default, and "in-order" for false'
-        return f"there is no prompts.shuffle any more; {instead}{where}"
+        instead = 'true is prompts.select = "uniform", the default, and false is "in-order"'
+        return f"prompts.shuffle is no setting any more: {instead}{where}"
     if key in SECTIONS:
         example = next(iter(SECTIONS[key].model_fields))
         return f"{key} is a section, not a setting; set one of its keys, such as {key}.{example}{where}"

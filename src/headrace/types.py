@@ -19,6 +19,7 @@ from headrace.measured import EngineCounts, StageSpan
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+Outcomes = Mapping[int, tuple[int, Sequence[float]]]  # of groups, by serial: version and rewards
 RouteArray = npt.NDArray[Any]  # [T, L, K] uint8 or uint16
 Example = tuple[IntArray, BoolArray]  # tokens of a worked example, and which of them are learned
 
@@ -77,9 +78,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What a run knows of one of its prompts; a function in `prompts.select` gets one for each.
+    """What is known of a prompt; a function in `prompts.select` gets one for each.
 
-    Example: Known(id="train-17", fields={"level": 3}, seen=2, rewards=(0.0, 1.0, 1.0, 1.0), version=31)
+    Example: Known(id="train-17", fields={"level": 3}, seen=2, rewards=(0.0, 1.0), version=31)
     """
 
     id: str
@@ -87,15 +88,6 @@ class Known:
     seen: int = 0  # groups that are over
     rewards: tuple[float, ...] = ()  # of the newest of them
     version: int | None = None  # of the policy when that was started
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """The outcome of a group that is over. Example: Scored(serial=40, version=7, rewards=(0.0, 1.0))."""
-
-    serial: int
-    version: int
-    rewards: tuple[float, ...]  # without those that could not be computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

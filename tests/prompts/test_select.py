@@ -11,11 +11,11 @@ from headrace.config import PromptsSection
 from headrace.errors import DataError
 from headrace.prompts.select import EXPLORE, HALF_LIFE, REST, Selection, chance_of
 from headrace.prompts.stream import PromptStream
-from headrace.types import Scored
+from headrace.types import Known
 
 
-def record(i):
-    return f"p{i}", {"prompt": f"{i}=", "level": i % 3}
+def known_of(num):
+    return lambda: [Known(id=f"p{i}", fields={"prompt": f"{i}=", "level": i % 3}) for i in range(num)]
 
 
 def order(num):
@@ -23,17 +23,13 @@ def order(num):
 
 
 def signal(kinds):
-    return Selection("signal", kinds, record, order(len(kinds)))
-
-
-def scored(serial, rewards, version=0):
-    return Scored(serial=serial, version=version, rewards=tuple(rewards))
+    return Selection("signal", kinds, known_of(len(kinds)), order(len(kinds)))
 
 
 def function(tmp_path, body, kinds=(0, 0, 0, 0)):
     path = tmp_path / "mine.py"
     path.write_text(body)
-    return Selection(f"{path}:choose", list(kinds), record, order(len(kinds)))
+    return Selection(f"{path}:choose", list(kinds), known_of(len(kinds)), order(len(kinds)))
 
 
 def test_what_one_group_says():
@@ -48,13 +44,13 @@ def test_the_estimate_worked_by_hand():
     known = signal([0, 0, 1])
     assert known._scores.tolist() == [0.5, 0.5, 0.5]
     known.restore([0])
-    known.heed([scored(0, (1, 1, 0, 0))])
+    known.heed({0: (0, (1, 1, 0, 0))})
     run = (0.9375 + 0.5) / 2
     alike = (0.9375 + run) / 2
     assert known._scores.tolist() == [(0.9375 + alike) / 2, alike, run]
     known.drawn.append(2)
     known.awaited.add(1)
-    known.heed([scored(1, (0, 0, 0, 0), version=int(HALF_LIFE))])
+    known.heed({1: (int(HALF_LIFE), (0, 0, 0, 0))})
     run = (0.9375 / 2 + 0.5) / 2.5
     alike, other = (0.9375 / 2 + run) / 1.5, run / 2
     assert known._scores == pytest.approx([(0.9375 / 2 + alike) / 1.5, alike, other / 2])
@@ -64,7 +60,7 @@ def test_the_estimate_worked_by_hand():
 def test_outcomes_that_say_nothing_change_no_estimate():
     known = signal([0, 0])
     known.restore([0, 1])
-    known.heed([scored(0, ()), scored(1, (1.0,))])
+    known.heed({0: (0, ()), 1: (0, (1.0,))})
     assert known._scores.tolist() == [0.5, 0.5]
     assert known.awaited == set()
 
@@ -76,7 +72,7 @@ def draws(known, num, rates, rng, per_wave=8):
         for _ in serials:
             known.draw()
         found = [[float(rng.random() < rates[known.drawn[serial]]) for _ in range(8)] for serial in serials]
-        known.heed([scored(serial, rewards, version) for serial, rewards in zip(serials, found, strict=True)])
+        known.heed({serial: (version, rewards) for serial, rewards in zip(serials, found, strict=True)})
 
 
 def test_prompts_that_differ_come_first_and_every_prompt_is_reached():
@@ -107,9 +103,9 @@ def test_a_restart_draws_what_the_dead_process_would_have_drawn():
     rates = np.random.default_rng(0).random(60).tolist()
     unbroken = signal([i % 3 for i in range(60)])
     draws(unbroken, 240, rates, random.Random(0))
-    outcomes = []
+    outcomes = {}
     first = signal([i % 3 for i in range(60)])
-    told, first.heed = first.heed, lambda found: (outcomes.extend(found), told(found))
+    told, first.heed = first.heed, lambda found: (outcomes.update(found), told(found))
     rng = random.Random(0)
     draws(first, 120, rates, rng)
     second = signal([i % 3 for i in range(60)])
@@ -120,7 +116,7 @@ def test_a_restart_draws_what_the_dead_process_would_have_drawn():
         serials = range(len(second.drawn), len(second.drawn) + 8)
         drawn = [second.draw() for _ in serials]
         found = [[float(rng.random() < rates[i]) for _ in range(8)] for i in drawn]
-        second.heed([scored(s, rewards, version) for s, rewards in zip(serials, found, strict=True)])
+        second.heed({serial: (version, rewards) for serial, rewards in zip(serials, found, strict=True)})
     assert second.drawn == unbroken.drawn
 
 
@@ -133,7 +129,7 @@ def test_few_prompts(num):
 def test_a_function_of_the_users(tmp_path):
     known = function(tmp_path, "def choose(known):\n    return [-k.fields['level'] - 10 * k.seen for k in known]\n")
     assert {known.draw(), known.draw()} == {0, 3}, "both of level 0, before those of 1 and 2"
-    known.heed([scored(0, (1.0, 0.0), version=3)])
+    known.heed({0: (3, [1.0, 0.0])})
     seen = known._known[known.drawn[0]]
     assert (seen.seen, seen.rewards, seen.version) == (1, (1.0, 0.0), 3)
     assert [known.draw(), known.draw()] == [1, 2], "those drawn before rest, as half of all prompts do"
@@ -152,9 +148,9 @@ def test_equal_scores_go_through_all_prompts(tmp_path):
         ("def choose(known): return 1 / 0", r"failed:(.|\n)*ZeroDivisionError"),
         ("def choose(known): return None", r"failed:(.|\n)*not iterable"),
         ("def choose(): return []", r"failed:(.|\n)*takes 0 positional arguments"),
-        ("def choose(known): return [1, 2]", r"for each of the 4 prompts is needed, and it returned 2"),
-        ("def choose(known): return []", r"for each of the 4 prompts is needed, and it returned 0"),
-        ("def choose(known): return [float('nan')] * 4", r"needed, and it returned one that is not finite"),
+        ("def choose(known): return [1, 2]", r"for each of the 4 prompts is needed, and it returned \[1\. 2\.\]"),
+        ("def choose(known): return []", r"for each of the 4 prompts is needed, and it returned \[\]"),
+        ("def choose(known): return [float('nan')] * 4", r"needed, and it returned \[nan nan nan nan\]"),
         ("def choose(known): return [[1]] * 4", r"for each of the 4 prompts is needed"),
         ("def choose(known): return ['high'] * 4", r"failed:(.|\n)*could not convert"),
         ("import nothing_of_that_name", r"cannot be imported"),
@@ -174,7 +170,7 @@ def test_the_stream_draws_and_restores_by_id(tmp_path, plain):
     def go_on(prompts, num):
         drawn = []
         for _ in range(num):
-            prompts.heed(lambda serials: [scored(serial, (serial % 2, 1)) for serial in sorted(serials)])
+            prompts.heed(lambda serials: {serial: (0, (serial % 2, 1)) for serial in serials})
             drawn.append(prompts.next()[1].id)
         return drawn
 

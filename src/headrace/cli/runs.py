@@ -97,6 +97,8 @@ def _show_run(paper: Paper, run_dir: Path) -> None:
         "checkpoints": f"of {steps}" if steps else "none",
         "written": f"{facts.written:%Y-%m-%d %H:%M:%S} ({ago(facts.written)})",
     }
+    if (run_dir / FILE_NAME).exists():
+        told["prompts"] = shown.DataSet().standing(run_dir)
     paper.facts(told.items())
     more = {f"resume {run_dir}": ""} if facts.can_be_resumed else {}
     if (run_dir / FILE_NAME).exists():

@@ -25,7 +25,7 @@ from headrace.ledger.files import is_run, read_summary, run_config
 from headrace.ledger.ledger import Ledger
 from headrace.runs.facts import Known, RunFacts, RunState, UnknownNameError, read_run, read_runs
 from headrace.runs.report import Section, dollars, duration, or_dash, percent
-from headrace.runs.show import history, scores
+from headrace.runs.show import DataSet, history, scores
 from headrace.user_code import load_optional
 
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
@@ -94,6 +94,7 @@ class LiveRun:
         self._lock = threading.Lock()
         self._series = Series()
         self._tallies: defaultdict[str, Tally] = defaultdict(Tally)
+        self._data_set = DataSet()
         self._facts: RunFacts | None = None
         self._facts_at_s = 0.0
         self._triage: Triage | str = NOT_YET
@@ -118,9 +119,11 @@ class LiveRun:
     def history(self) -> Section:
         with books.looking_into(self.path), Ledger.open(self.path) as ledger:
             dropped, restarts = ledger.totals().dropped, ledger.restarts()
+            with self._lock:
+                prompts = self._data_set.standing(self.path)
         columns = self.series().columns
         skipped = columns["step"][columns["skipped"] > 0].astype(int).tolist()
-        return history(self.facts(), read_summary(self.path), dropped, restarts, skipped)
+        return history(self.facts(), read_summary(self.path), dropped, restarts, skipped, prompts)
 
     def overview(self) -> Overview:
         return Overview(self, self._price)

@@ -17,7 +17,7 @@ from headrace.errors import RunError
 from headrace.ledger import database, journal
 from headrace.ledger.database import DROPPED, SOURCE
 from headrace.measured import Row, StageClock, StageSpan
-from headrace.types import Attempt, DropReason, Group, Prompt, Score, Scored, Trajectory
+from headrace.types import Attempt, DropReason, Group, Outcomes, Prompt, Score, Trajectory
 
 PROMPT = "prompt:"  # key of a prompt in the table `meta`
 MAX_PROMPT_CHARS = 1 << 16  # with its fields
@@ -281,17 +281,17 @@ class Ledger(AbstractContextManager["Ledger"]):
         query = f"SELECT credit, SUM(tokens) FROM transfers WHERE id > {last} GROUP BY credit"
         return dict(self.read(query, (self.step,)))
 
-    def outcomes(self, serials: Iterable[int]) -> list[Scored]:
+    def outcomes(self, serials: Iterable[int]) -> Outcomes:
         """Of those of these groups that are over; one that was lost has no rewards."""
         query = (
             "SELECT a.serial, a.version, t.reward FROM attempts a LEFT JOIN trajectories t "
             "ON t.serial = a.serial AND t.attempt = a.number WHERE a.state IN ('closed', 'crashed') "
             "AND a.serial IN (SELECT value FROM json_each(?)) ORDER BY a.serial, t.idx"
         )
-        found: dict[tuple[int, int], list[float]] = {}
+        found: dict[int, tuple[int, list[float]]] = {}
         for serial, version, reward in self.read(query, (json.dumps(list(serials)),)):
-            found.setdefault((serial, version), []).extend([] if reward is None else [reward])
-        return [Scored(serial=s, version=v, rewards=tuple(rewards)) for (s, v), rewards in found.items()]
+            found.setdefault(serial, (version, []))[1].extend([] if reward is None else [reward])
+        return found
 
     def rows(self, *, after_step: int = -1) -> list[Row]:
         found = self.read("SELECT data FROM rows WHERE step > ? ORDER BY step", (after_step,))

@@ -202,6 +202,7 @@ class Place:
         if self.ledger is None:  # a ledger means that the run can be resumed
             await asyncio.to_thread(self._first_checkpoint, checkpoints)
             self.ledger = Ledger.create(self.run_dir, clock=self.clock)
+            self.ledger.remember("num_prompts", str(self.prompts.num_train))
             undo_start(self.run_dir)  # this one stays: a run that it replaces goes
         self.scorer.remember(self.ledger.verdicts())
         await self.start_engines()

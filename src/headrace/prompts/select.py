@@ -12,7 +12,7 @@ its serial and the outcomes so far, taken in by serial: a restart reads these fr
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import DataError
-from headrace.types import Known, Scored
+from headrace.types import Known, Outcomes
 from headrace.user_code import load_function, short_traceback
 
 EXPLORE = 4  # with `signal`, one draw in so many follows the uniform order: every prompt is reached
@@ -65,15 +65,14 @@ class Selection:
     """What is known of every prompt, and the draws that follow from it.
 
     The highest score comes first; of equal ones, what was drawn least often. `kinds` are numbers
-    that prompts alike share, `record(i)` is the id and the fields of prompt i, and `order(epoch)`
-    the uniform order.
+    that prompts alike share, and `order(epoch)` is the uniform order.
     """
 
     def __init__(
         self,
         spec: str,
         kinds: Sequence[int],
-        record: Callable[[int], tuple[str, Mapping[str, Any]]],
+        known: Callable[[], Iterable[Known]],
         order: Callable[[int], npt.NDArray[np.int64]],
     ) -> None:
         self._spec, self._kinds, self._order, self._num = spec, np.asarray(kinds), order, len(kinds)
@@ -82,7 +81,7 @@ class Selection:
         self._function, self._version = None, 0  # the newest version that an outcome is of
         if spec != "signal":
             self._function = load_function(spec, "prompts.select", DataError)
-            self._known = [Known(id=id, fields=fields) for id, fields in map(record, range(self._num))]
+            self._known = list(known())
         self._scores = self._score()  # a mistake in a user's function is told before the run
         self.restore([])
 
@@ -92,20 +91,18 @@ class Selection:
         self.awaited = set(range(len(drawn)))  # serials of groups without an outcome so far
         self._num_draws = np.bincount(np.array(drawn, np.int64), minlength=self._num)
 
-    def heed(self, outcomes: Iterable[Scored]) -> None:
-        """Take in groups that are over, in the order of their serials."""
-        before = len(self.awaited)
-        for group in outcomes:
-            self.awaited.remove(group.serial)
-            i, version = self.drawn[group.serial], group.version
-            self._version = max(self._version, version)
-            if len(group.rewards) > 1:
+    def heed(self, outcomes: Outcomes) -> None:
+        """Take in groups that are over."""
+        for serial, (version, rewards) in sorted(outcomes.items()):
+            i, self._version = self.drawn[serial], max(self._version, version)
+            if len(rewards) > 1:
                 for level, key in zip(self._levels, (0, self._kinds[i], i), strict=True):
-                    level.add(key, version, chance_of(group.rewards))
+                    level.add(key, version, chance_of(rewards))
             if self._function is not None:
-                known, rewards = self._known[i], group.rewards
-                self._known[i] = replace(known, seen=known.seen + 1, rewards=rewards, version=version)
-        if len(self.awaited) < before:
+                new = {"seen": self._known[i].seen + 1, "rewards": tuple(rewards), "version": version}
+                self._known[i] = replace(self._known[i], **new)
+        self.awaited -= outcomes.keys()
+        if outcomes:
             self._scores = self._score()
 
     def draw(self) -> int:
@@ -136,7 +133,6 @@ class Selection:
         except Exception as error:  # the user's code
             raise DataError(f"{told} failed:\n{short_traceback(error)}") from error
         if scores.shape != (self._num,) or not np.isfinite(scores).all():
-            what = "one that is not finite" if scores.shape == (self._num,) else f"{len(scores)}"
             needed = f"a finite number for each of the {self._num} prompts is needed"
-            raise DataError(f"{told}: {needed}, and it returned {what}")
+            raise DataError(f"{told}: {needed}, and it returned {np.array2string(scores, threshold=4)}")
         return scores

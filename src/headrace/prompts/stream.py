@@ -5,7 +5,7 @@
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from headrace.config import PromptsSection
 from headrace.errors import DataError
 from headrace.prompts.select import Selection
 from headrace.prompts.source import REASONING_GYM, default_reward, open_source, prompt_key
-from headrace.types import Prompt, Scored
+from headrace.types import Known, Outcomes, Prompt
 from headrace.user_code import time_limit
 
 Message = Mapping[str, Any]
@@ -134,7 +134,7 @@ class PromptStream:
         self._selection: Selection | None = None
         if section.select not in ("uniform", "in-order"):
             order = partial(_order, seed, num=self.num_train)
-            self._selection = Selection(section.select, self._kinds, self._record, order)
+            self._selection = Selection(section.select, self._kinds, self._known, order)
 
     def next(self) -> tuple[int, Prompt]:
         serial, self._serial = self._serial, self._serial + 1
@@ -143,23 +143,18 @@ class PromptStream:
         return serial, self.at(serial)
 
     def at(self, serial: int) -> Prompt:
-        """The prompt that was or will be drawn with this serial; the stream stays where it is.
+        """The prompt that was drawn with this serial or, in a fixed order, will be."""
+        epoch, position = divmod(serial, self.num_train)
+        if self._selection is not None:
+            position = self._selection.drawn[serial]
+        elif self._section.select == "uniform":
+            position = _order(self._seed, epoch, self.num_train)[position]
+        return self._prompt(int(self._train[position]))
 
-        Where it depends on the outcomes of others, only one that was drawn.
-        """
-        drawn = self._in_order(serial) if self._selection is None else self._selection.drawn[serial]
-        return self._prompt(int(self._train[drawn]))
-
-    def heed(self, outcomes: Callable[[Iterable[int]], Sequence[Scored]]) -> None:
+    def heed(self, outcomes: Callable[[Iterable[int]], Outcomes]) -> None:
         """Let the next draws depend on the groups that are over; `outcomes(serials)` tells of them."""
         if self._selection is not None:
             self._selection.heed(outcomes(self._selection.awaited))
-
-    def _in_order(self, number: int) -> int:
-        epoch, position = divmod(number, self.num_train)
-        if self._section.select == "in-order":
-            return position
-        return int(_order(self._seed, epoch, self.num_train)[position])
 
     def worked(self, n: int, rng: np.random.Generator) -> list[tuple[Prompt, Any]]:
         """`n` training prompts, each with the solution in its field `worked`: a text, or a chat."""
@@ -192,8 +187,13 @@ class PromptStream:
             raise DataError(f"the prompts of {self._section.source} are not those of the checkpoint: {was}")
         self._serial = state["serial"]
         if self._selection is not None:
-            place = {self._record(i)[0]: i for i in range(self.num_train)}
+            place = {known.id: i for i, known in enumerate(self._known())}
             self._selection.restore([place[drawn[serial]] for serial in range(self._serial)])
+
+    def _known(self) -> Iterator[Known]:
+        """Of each prompt to train on, as long as none was drawn."""
+        records = ((i, self._source[i]) for i in map(int, self._train))
+        return (Known(id=_id(record, "train", i), fields=record) for i, record in records)
 
     def _hold_out(self, num_train: int) -> list[Prompt]:
         section, held, name = self._section, self._section.eval_count, self._section.eval_source
@@ -210,11 +210,6 @@ class PromptStream:
         records = ((i, source[i]) for i in range(held))
         ids = ((i if record.get("id") is None else record["id"], record) for i, record in records)
         return [self._renderer.render(record, f"eval-{id}") for id, record in ids]
-
-    def _record(self, number: int) -> tuple[str, Mapping[str, Any]]:
-        """The id and the fields of a prompt to train on."""
-        record = self._source[i := int(self._train[number])]
-        return _id(record, "train", i), record
 
     def _prompt(self, i: int, split: str = "train") -> Prompt:
         record = self._source[i]
@@ -244,8 +239,7 @@ class PromptStream:
             checksum = zlib.crc32(f"{id}\0{content}\0".encode(errors="replace"), checksum)
         if not keep:
             raise DataError(f"{section.source}: every prompt is also held out; raise prompts.count")
-        if is_slow:
-            self._kinds = [0] * num_train
+        self._kinds = [0] * num_train if is_slow else self._kinds
         return np.arange(num_train) if is_slow else np.asarray(keep, np.int64), f"{checksum:08x}"
 
 

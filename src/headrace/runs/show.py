@@ -6,7 +6,7 @@ import math
 import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from headrace.ledger.database import DROPPED
 from headrace.ledger.files import START, WEIGHTS, run_config
 from headrace.ledger.journal import Restart, read_trajectories
 from headrace.ledger.ledger import Amount, Books
-from headrace.runs.columns import reading
+from headrace.runs.columns import one, reading
 from headrace.runs.facts import RunFacts, RunState, UnknownNameError
 from headrace.runs.report import Section, Table, ago, count, short
 from headrace.types import Span, Trajectory
@@ -35,6 +35,10 @@ _SKIPPED = 20  # steps to name
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
 _ID = re.compile(r"(?P<serial>\d{1,15})(\.(?P<attempt>\d{1,9}))?:(?P<prompt_id>.+)/(?P<index>\d+)")
 _BROKEN = "\ufffd"  # stands for bytes that are no whole character
+_SCORED = (
+    "SELECT serial, prompt_id, MIN(reward), MAX(reward) FROM trajectories "
+    "WHERE rowid > ? AND rowid <= ? AND reward IS NOT NULL GROUP BY serial, prompt_id"
+)
 _COLUMNS = (
     "id, prompt_id, serial, attempt, num_tokens, reward, reward_parts, finish, spans, "
     "submitted_s, started_s, finished_s, scored_s, state, drop_reason, lag, trained_step"
@@ -110,6 +114,35 @@ class Token:
         return None if self.logprob is None else math.exp(min(self.logprob, 0.0))
 
 
+@dataclass
+class DataSet:
+    """How the prompts stand, by the newest group of each. Every trajectory is read once."""
+
+    _last: int = 0  # row that was read
+    _newest: dict[str, tuple[int, float, float]] = field(default_factory=dict)  # serial, rewards from and to
+
+    def standing(self, run_dir: Path) -> str:
+        with reading(run_dir) as connection:
+            total = one(connection, "SELECT value FROM meta WHERE key = 'run:num_prompts'")
+            last = one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories")
+            if last < self._last:  # another run took its place
+                self._last, self._newest = 0, {}
+            found = connection.execute(_SCORED, (self._last, last)).fetchall()
+        for serial, id, low, high in found:
+            before, *known = self._newest.get(id, (-1, low, high))
+            if before <= serial:
+                both = (low, high, *known) if before == serial else (low, high)
+                self._newest[id] = (serial, min(both), max(both))
+        self._last = last
+        ranges = [rewards for _, *rewards in self._newest.values()]
+        middle = (min(ranges)[0] + max(high for _, high in ranges)) / 2 if ranges else 0.0
+        learning = sum(low < high for low, high in ranges)
+        solved = sum(low == high and (low > middle or low == middle > 0) for low, high in ranges)
+        told = {"solved": solved, "learning": learning, "unsolved": len(ranges) - solved - learning}
+        told |= {"not yet seen": int(total) - len(ranges)} if total else {}
+        return ", ".join(f"{num:,} {name}" for name, num in told.items())
+
+
 class TokenTexts:
     """What token ids say, by a run's tokenizer."""
 
@@ -170,6 +203,7 @@ def history(
     dropped: Mapping[str, Amount],
     restarts: Sequence[Restart],
     skipped: Sequence[int],
+    prompts: str,
 ) -> Section:
     """How a run stands and why, and what went wrong: failed rewards, skipped steps, restarts."""
     unjudged = {reason: amount.trajectories for reason, amount in dropped.items() if reason.startswith("reward_")}
@@ -179,6 +213,7 @@ def history(
     told = [
         ("state", standing(facts)),
         ("because", why_it_ended(facts, summary)),
+        ("prompts", prompts),
         ("reward failures", f"{failed}; the first: {first}" if failed else "none"),
         ("skipped steps", f"{len(skipped)}: {shown}; the gradient was not finite" if skipped else "none"),
         ("restarts", str(len(restarts) or "none")),
