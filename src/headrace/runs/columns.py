@@ -58,7 +58,10 @@ def query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
     cursor = connection.execute(sql, values)
     names = [name for name, *_ in cursor.description]
     columns = list(zip(*cursor, strict=True)) or [()] * len(names)
-    arrays = [_array(*column) for column in zip(names, columns, strict=True)]
+    arrays = [
+        np.array([text or "" for text in column], np.str_) if name in _TEXTS else np.array(column, np.float64)
+        for name, column in zip(names, columns, strict=True)
+    ]
     return np.rec.fromarrays(arrays, names=names, formats=None)
 
 
@@ -101,7 +104,7 @@ class RowColumns:
         sql = f"SELECT {_ROW} FROM rows WHERE step > ? ORDER BY step"
         found = connection.execute(sql, (after_step,)).fetchall()
         parsed = [_parsed(data) for *_, data in found]
-        self.damaged: BoolArray = np.array([not _is_row(row) for row in parsed], np.bool_)
+        self.damaged: BoolArray = np.array([row is None for row in parsed], np.bool_)
         for i in np.flatnonzero(self.damaged):
             if strict:
                 raise RunError(f"the ledger's rows are damaged: step {found[i][0]} cannot be read")
@@ -201,18 +204,10 @@ def by_group(answers: Columns) -> tuple[Columns, Ints]:
     return ordered, np.flatnonzero(changes.any(axis=0))
 
 
-def _array(name: str, column: Sequence[Any]) -> npt.NDArray[Any]:
-    if name in _TEXTS:
-        return np.array([text or "" for text in column], np.str_)
-    return np.array(column, np.float64)
-
-
 def _parsed(data: Any) -> Any:
-    with contextlib.suppress(ValueError, TypeError):
-        return json.loads(data)
+    """The row that a text holds; None if it holds no row."""
+    with contextlib.suppress(ValueError, TypeError, LookupError):
+        row = json.loads(data)
+        if isinstance(row["stage_s"], dict) and isinstance(row["dropped_tokens"], dict):
+            return row
     return None
-
-
-def _is_row(row: Any) -> bool:
-    inner = ("stage_s", "dropped_tokens")
-    return isinstance(row, dict) and all(isinstance(row.get(name), dict) for name in inner)
