@@ -204,7 +204,3 @@ class Paper:
 
     def drawn(self, text: str) -> str:
         return text if self.fine else text.translate(ASCII)
-
-    def bar(self, share: float, width: int) -> str:
-        filled = round(width * min(max(share, 0.0), 1.0))
-        return self.drawn("█" * filled + "░" * (width - filled))

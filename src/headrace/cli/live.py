@@ -192,7 +192,9 @@ class LiveDisplay(Watcher):
         for stage, busy_s in summary["stage_s"].items():
             share = busy_s / loop_s if loop_s else 0.0
             mark = paper.drawn("▸") if stage == slowest else " "
-            shown = f"{busy_s:>9,.1f} s {paper.bar(share, 18)} {share:>5.0%}"
+            filled = round(18 * min(max(share, 0.0), 1.0))
+            bar = paper.drawn(f"{'█' * filled:░<18}")
+            shown = f"{busy_s:>9,.1f} s {bar} {share:>5.0%}"
             line = f"{mark} {stage:<11} {shown}  {STAGE_WORDS[stage]}"
             paper.print(Text(line, style="bold" if stage == slowest else ""))
         if slowest in BOTTLENECK_OF_STAGE:

@@ -46,7 +46,7 @@ MOST_CHARACTERS = 200  # of a text in a list
 MOST_PROMPT_TOKENS = 4000  # of a prompt's text
 NOT_KEPT = "(not kept)"
 _SQL = Path(__file__).with_name("books.sql").read_text(encoding="utf-8")
-LAGS, PARTS, _REWARDS, _PART_MEANS, _ELAPSED, _GROUP = _SQL.split(";")  # the first two are for `Tally.update`
+LAGS, PARTS, _REWARDS, _PART_MEANS, ELAPSED, _GROUP = _SQL.split(";")  # the first two are for `Tally.update`
 _LISTED = "rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish"
 
 
@@ -177,12 +177,6 @@ class Tally:
 def read_accounts(run_dir: Path) -> Books:
     with looking_into(run_dir) as connection:
         return Ledger(connection, run_dir, None).totals()
-
-
-def read_elapsed_s(run_dir: Path) -> float:
-    """Seconds on the run's clock when something was last booked; pauses between processes do not count."""
-    with looking_into(run_dir) as connection:
-        return float(one(connection, _ELAPSED))
 
 
 class Timeline:

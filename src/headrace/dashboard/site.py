@@ -23,14 +23,16 @@ from headrace.insight.triage import ADVICE, Triage, triage
 from headrace.insight.workload import LogNormal
 from headrace.ledger.files import is_run, read_summary, run_config
 from headrace.ledger.ledger import Ledger
+from headrace.runs import show
+from headrace.runs.columns import one
 from headrace.runs.facts import Known, RunFacts, RunState, UnknownNameError, read_run, read_runs
-from headrace.runs.report import Section, dollars, duration, or_dash, percent
-from headrace.runs.show import DataSet, history, scores
+from headrace.runs.report import Section, Table, count, dollars, duration, or_dash, percent
 from headrace.user_code import load_optional
 
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
 TRIAGE_AFTER_S = 1.5  # a page is drawn first
 TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
+SKIPPED_SHOWN = 20  # steps to name
 MOST_ANSWERS = 16_384  # of a planned step: the more there are, the longer a plan takes
 NOT_YET = "Being worked out: this run is simulated with its own speeds, which takes some seconds."
 _STATE_WORDS = {RunState.RUNNING: "running now", RunState.STOPPED: "stopped before its end"}
@@ -43,7 +45,9 @@ class Overview:
 
     def __init__(self, live: "LiveRun", dollars_per_hour: float | None) -> None:
         self.facts = live.facts().readable()  # a few seconds old
-        self.elapsed_s = books.read_elapsed_s(live.path)
+        # on the run's clock when something was last booked; pauses between processes do not count
+        with books.looking_into(live.path) as connection:
+            self.elapsed_s = float(one(connection, books.ELAPSED))
         self.series, self.books = live.series(), books.read_accounts(live.path)
         self.max_lag = live.wanted_lag()
         self.dollars = None if dollars_per_hour is None else self.elapsed_s / 3600 * dollars_per_hour
@@ -69,7 +73,7 @@ class Overview:
         useful = "of the finished tokens were trained on; the rest was dropped"
         numbers = [
             ("Reward", or_dash(series.now("reward_mean"), ".3f"), f"mean of all scored answers {recent}"),
-            ("Held-out score", scores(facts), held_out),
+            ("Held-out score", show.scores(facts), held_out),
             ("Goodput", or_dash(series.goodput(books.RECENT_STEPS)), speed),
             ("Bottleneck", wall, sign),
             ("Lag", or_dash(series.now("lag_mean"), ".2f"), lag),
@@ -94,7 +98,7 @@ class LiveRun:
         self._lock = threading.Lock()
         self._series = Series()
         self._tallies: defaultdict[str, Tally] = defaultdict(Tally)
-        self._data_set = DataSet()
+        self._data_set = show.DataSet()
         self._facts: RunFacts | None = None
         self._facts_at_s = 0.0
         self._triage: Triage | str = NOT_YET
@@ -117,13 +121,27 @@ class LiveRun:
             return self._tallies[query].update(self.path, query)
 
     def history(self) -> Section:
+        """How it stands and why, and what went wrong: failed rewards, skipped steps, restarts."""
         with books.looking_into(self.path), Ledger.open(self.path) as ledger:
             dropped, restarts = ledger.totals().dropped, ledger.restarts()
             with self._lock:
                 prompts = self._data_set.standing(self.path)
-        columns = self.series().columns
-        skipped = columns["step"][columns["skipped"] > 0].astype(int).tolist()
-        return history(self.facts(), read_summary(self.path), dropped, restarts, skipped, prompts)
+        facts, summary, columns = self.facts(), read_summary(self.path), self.series().columns
+        unjudged = {reason: held.trajectories for reason, held in dropped.items() if reason.startswith("reward_")}
+        failed = ", ".join(f"{count(num, 'answer')} {reason}" for reason, num in unjudged.items())
+        first = summary.get("reward_failure") or "what the first error said is written when the run ends"
+        skipped = [f"{step:.0f}" for step in columns["step"][columns["skipped"] > 0]]
+        shown = ", ".join(skipped[:SKIPPED_SHOWN]) + (", ..." if len(skipped) > SKIPPED_SHOWN else "")
+        told = {
+            "state": show.standing(facts),
+            "because": show.why_it_ended(facts, summary),
+            "prompts": prompts,
+            "reward failures": f"{failed}; the first: {first}" if failed else "none",
+            "skipped steps": f"{len(skipped)}: {shown}; the gradient was not finite" if skipped else "none",
+            "restarts": str(len(restarts) or "none"),
+        }
+        tables = (Table.of(list(map(show.restart_row, restarts))),) if restarts else ()
+        return Section(facts=tuple(told.items()), tables=tables)
 
     def overview(self) -> Overview:
         return Overview(self, self._price)

@@ -290,22 +290,17 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
 
 
 def _numbered(events: list[Event]) -> Iterator[Event]:
-    """Processes and threads by number; before the first event of each, its name."""
-    pids: dict[str, int] = {}
-    tids: dict[tuple[str, str], int] = {}
+    """Processes and threads by number, after the names of all of them."""
+    tids = {track: i for i, track in enumerate(dict.fromkeys((e["pid"], e["tid"]) for e in events), 1)}
+    pids = {process: i for i, process in enumerate(dict.fromkeys(process for process, _ in tids), 1)}
+    named = [("process", process, pid, 0) for process, pid in pids.items()]
+    named += [("thread", thread, pids[process], tid) for (process, thread), tid in tids.items()]
+    for kind, name, pid, tid in named:
+        order = tid or (_RUN, DEVICE, REWARD).index(name.split(" (")[0])
+        for what, value in (("name", name), ("sort_index", order)):
+            yield {"name": f"{kind}_{what}", "ph": "M", "pid": pid, "tid": tid, "args": {what: value}}
     for event in events:
-        process, thread = event["pid"], event["tid"]
-        unnamed = [] if process in pids else [("process", process, 0)]
-        if (process, thread) not in tids:
-            unnamed.append(("thread", thread, len(tids) + 1))
-        pid = pids.setdefault(process, len(pids) + 1)
-        tid = tids.setdefault((process, thread), len(tids) + 1)
-        for kind, name, number in unnamed:
-            about: Event = {"ph": "M", "pid": pid, "tid": number}
-            order = number or (_RUN, DEVICE, REWARD).index(process.split(" (")[0])
-            yield {"name": f"{kind}_name", **about, "args": {"name": name}}
-            yield {"name": f"{kind}_sort_index", **about, "args": {"sort_index": order}}
-        yield event | {"pid": pid, "tid": tid}
+        yield event | {"pid": pids[event["pid"]], "tid": tids[event["pid"], event["tid"]]}
 
 
 def _stage_events(spans: Columns) -> Iterator[Event]:
