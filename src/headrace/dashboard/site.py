@@ -21,18 +21,16 @@ from headrace.insight.planner import Question
 from headrace.insight.scenario import amount, seconds
 from headrace.insight.triage import ADVICE, Triage, triage
 from headrace.insight.workload import LogNormal
-from headrace.ledger.files import is_run, read_summary, run_config
-from headrace.ledger.ledger import Ledger
+from headrace.ledger.files import is_run, run_config
 from headrace.runs import show
 from headrace.runs.columns import one
 from headrace.runs.facts import Known, RunFacts, RunState, UnknownNameError, read_run, read_runs
-from headrace.runs.report import Section, Table, count, dollars, duration, or_dash, percent
+from headrace.runs.report import Section, dollars, duration, or_dash, percent
 from headrace.user_code import load_optional
 
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
 TRIAGE_AFTER_S = 1.5  # a page is drawn first
 TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
-SKIPPED_SHOWN = 20  # steps to name
 MOST_ANSWERS = 16_384  # of a planned step: the more there are, the longer a plan takes
 NOT_YET = "Being worked out: this run is simulated with its own speeds, which takes some seconds."
 _STATE_WORDS = {RunState.RUNNING: "running now", RunState.STOPPED: "stopped before its end"}
@@ -121,27 +119,11 @@ class LiveRun:
             return self._tallies[query].update(self.path, query)
 
     def history(self) -> Section:
-        """How it stands and why, and what went wrong: failed rewards, skipped steps, restarts."""
-        with books.looking_into(self.path), Ledger.open(self.path) as ledger:
-            dropped, restarts = ledger.totals().dropped, ledger.restarts()
-            with self._lock:
-                prompts = self._data_set.standing(self.path)
-        facts, summary, columns = self.facts(), read_summary(self.path), self.series().columns
-        unjudged = {reason: held.trajectories for reason, held in dropped.items() if reason.startswith("reward_")}
-        failed = ", ".join(f"{count(num, 'answer')} {reason}" for reason, num in unjudged.items())
-        first = summary.get("reward_failure") or "what the first error said is written when the run ends"
-        skipped = [f"{step:.0f}" for step in columns["step"][columns["skipped"] > 0]]
-        shown = ", ".join(skipped[:SKIPPED_SHOWN]) + (", ..." if len(skipped) > SKIPPED_SHOWN else "")
-        told = {
-            "state": show.standing(facts),
-            "because": show.why_it_ended(facts, summary),
-            "prompts": prompts,
-            "reward failures": f"{failed}; the first: {first}" if failed else "none",
-            "skipped steps": f"{len(skipped)}: {shown}; the gradient was not finite" if skipped else "none",
-            "restarts": str(len(restarts) or "none"),
-        }
-        tables = (Table.of(list(map(show.restart_row, restarts))),) if restarts else ()
-        return Section(facts=tuple(told.items()), tables=tables)
+        columns = self.series().columns
+        skipped = columns["step"][columns["skipped"] > 0].astype(int).tolist()
+        facts = self.facts()
+        with books.looking_into(self.path), self._lock:
+            return show.history(self.path, facts, skipped, self._data_set.standing(self.path))
 
     def overview(self) -> Overview:
         return Overview(self, self._price)

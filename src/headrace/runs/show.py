@@ -19,18 +19,19 @@ from headrace.config import DEMOS
 from headrace.config_file import read_toml
 from headrace.errors import RunError
 from headrace.ledger.database import DROPPED
-from headrace.ledger.files import START, WEIGHTS, run_config
+from headrace.ledger.files import START, WEIGHTS, read_summary, run_config
 from headrace.ledger.journal import Restart, read_trajectories
-from headrace.ledger.ledger import Amount, Books
+from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.runs.columns import one, reading
 from headrace.runs.facts import RunFacts, RunState, UnknownNameError
-from headrace.runs.report import ago, count, short
+from headrace.runs.report import Section, Table, ago, count, short
 from headrace.types import Span, Trajectory
 
 RUN_COLUMNS = ("run", "state", "steps", "held-out", "restarts", "trained", "written")
 ACCOUNT_COLUMNS = ("account", "tokens", "share", "answers", "mean length")
 DROP_WORDS, FINISH_WORDS, ACCOUNT_WORDS = read_toml(Path(__file__).with_name("words.toml")).values()
 _SIMILAR = 5  # ids to suggest
+_SKIPPED = 20  # steps to name
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
 _ID = re.compile(r"(?P<serial>\d{1,15})(\.(?P<attempt>\d{1,9}))?:(?P<prompt_id>.+)/(?P<index>\d+)")
 _BROKEN = "\ufffd"  # stands for bytes that are no whole character
@@ -194,6 +195,27 @@ def standing(facts: RunFacts) -> str:
         return done
     can = "can be resumed" if facts.can_be_resumed else "cannot be resumed: no checkpoint is left"
     return f"{done}; {can}"
+
+
+def history(run_dir: Path, facts: RunFacts, skipped: Sequence[int], prompts: str) -> Section:
+    """How a run stands and why, and what went wrong: failed rewards, skipped steps, restarts."""
+    with Ledger.open(run_dir) as ledger:
+        dropped, restarts = ledger.totals().dropped, ledger.restarts()
+    summary = read_summary(run_dir)
+    unjudged = {reason: amount.trajectories for reason, amount in dropped.items() if reason.startswith("reward_")}
+    failed = ", ".join(f"{count(num, 'answer')} {reason}" for reason, num in unjudged.items())
+    first = summary.get("reward_failure") or "what the first error said is written when the run ends"
+    shown = ", ".join(map(str, skipped[:_SKIPPED])) + (", ..." if len(skipped) > _SKIPPED else "")
+    told = {
+        "state": standing(facts),
+        "because": why_it_ended(facts, summary),
+        "prompts": prompts,
+        "reward failures": f"{failed}; the first: {first}" if failed else "none",
+        "skipped steps": f"{len(skipped)}: {shown}; the gradient was not finite" if skipped else "none",
+        "restarts": str(len(restarts) or "none"),
+    }
+    tables = (Table.of(list(map(restart_row, restarts))),) if restarts else ()
+    return Section(facts=tuple(told.items()), tables=tables)
 
 
 def why_it_ended(facts: RunFacts, summary: Mapping[str, Any]) -> str:
