@@ -294,9 +294,10 @@ def forward(policy: Policy, chunks: Sequence[Chunk], plan: AttentionPlan) -> tup
         forced[known] = np.concatenate([c.known[c.start : c.end] for c in chunks if c.known is not None])
         forced_T = policy.routers.to_device(forced, policy.device)
         routes = Routes(forced_T, torch.from_numpy(known).to(policy.device))
-    hidden = policy.hidden(_to(policy, tokens), _to(policy, at)[None], plan, routes)
-    last = hidden[_to(policy, np.cumsum([c.size for c in chunks]) - 1)]
-    return last, policy.routers.to_host(routes, len(tokens))
+    last = np.cumsum([c.size for c in chunks]) - 1
+    tokens_T, at_T, last_n = (torch.from_numpy(x).to(policy.device) for x in (tokens, at, last))
+    hidden = policy.hidden(tokens_T, at_T[None], plan, routes)
+    return hidden[last_n], policy.routers.to_host(routes, len(tokens))
 
 
 def sample(logits: Tensor, rows: Rows, which: Ints, ahead: Ints | int = 0, routes: RouteArray | None = None) -> Burst:
@@ -395,7 +396,3 @@ def _supports(allowed_nV: Tensor, samplings: list[Sampling]) -> npt.NDArray[np.o
     for line, support in zip(lines, np.split(ids, ends[:-1]), strict=True):
         found[line] = support.copy()  # a view would keep all of `ids` in memory
     return found
-
-
-def _to(policy: Policy, array: Ints) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(policy.device)
