@@ -237,13 +237,11 @@ class ExactBody(FamilyBody):
     """The decoder with the functions of this file."""
 
     _rotate, _gated, _rms_norm = staticmethod(rotate), staticmethod(gated), staticmethod(rms_norm)
+    _exact = (True,)
     _exact_angles = torch.empty(2, 0, 0)  # cos and sin of all positions so far, [2, positions, D]
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
         return linear(x, module.weight, module.bias)
-
-    def _attend(self, plan: Any, *where: Any) -> Tensor:
-        return plan.attend(*where, True)  # type: ignore[no-any-return]
 
     def _mixture(self, mlp: Any, x: Tensor) -> Tensor:
         with ExactFunctions():

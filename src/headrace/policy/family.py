@@ -196,8 +196,9 @@ class FamilyBody:
         if hasattr(attention, "q_norm"):
             q, k = norm(attention.q_norm, q), norm(attention.k_norm, k)
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
-        where = attention.layer_idx, q, k, v, attention.scaling, self._window(attention)
-        x = x + linear(attention.o_proj, self._attend(plan, *where).flatten(1))
+        how = attention.scaling, self._window(attention), *self._exact
+        out = plan.attend(attention.layer_idx, q, k, v, *how)
+        x = x + linear(attention.o_proj, out.flatten(1))
         h = norm(layer.post_attention_layernorm, x)
         if hasattr(mlp, "experts"):
             return x + self._mixture(mlp, h)
@@ -205,15 +206,13 @@ class FamilyBody:
 
     # the arithmetic of a layer, for ExactBody to replace
     _rotate, _gated, _rms_norm = staticmethod(rotate), staticmethod(gated), staticmethod(rms_norm)
+    _exact: tuple[bool, ...] = ()  # last argument of a plan's `attend`
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
         return module(x)  # type: ignore[no-any-return]
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
         return self._rms_norm(x, module.weight, module.variance_epsilon)
-
-    def _attend(self, plan: Any, *where: Any) -> Tensor:
-        return plan.attend(*where)  # type: ignore[no-any-return]
 
     def _mixture(self, mlp: Any, x: Tensor) -> Tensor:
         return mlp(x[None])[0]  # type: ignore[no-any-return]
