@@ -34,12 +34,15 @@ CHILD = """
 import json, pickle, re, socket, struct, sys
 sock = socket.socket(fileno=int(sys.argv[1]))
 stream = sock.makefile("rb")
+def read():
+    header = stream.read(8)
+    return stream.read(struct.unpack("!Q", header)[0]) if len(header) == 8 else sys.exit()
 def send(text):
     sock.sendall(struct.pack("!Q", len(text)) + text)
-pickle.load(stream)
+read()
 send(READY)
 while True:
-    for item, blob in pickle.load(stream).items():
+    for item, blob in pickle.loads(read()).items():
         orders = json.loads(bytes.fromhex(re.search(rb"<<(.*?)>>", blob)[1].decode()))
         for text in orders.get("json", []) * orders.get("times", 1):
             send(text.replace('"ITEM"', str(item)).encode())

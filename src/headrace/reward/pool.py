@@ -26,7 +26,7 @@ from typing import Any
 from headrace.errors import ConfigError, RewardError
 from headrace.reward.function import Judged, Mode, Setup, failure
 from headrace.reward.printed import Printed
-from headrace.reward.worker import HEADER, score_of
+from headrace.reward.worker import HEADER, frame, score_of
 from headrace.sandbox import enclosed
 from headrace.types import Command, Completion, DropReason, Score
 from headrace.user_code import names_file, search_path, user_folders
@@ -134,7 +134,7 @@ class JudgeProcess:
         self._said = None
         try:
             async with asyncio.timeout(timeout_s):
-                await self._loop.sock_sendall(self._socket, pickle.dumps(request))
+                await self._loop.sock_sendall(self._socket, frame(pickle.dumps(request)))
         except TimeoutError as error:
             raise JudgeLostError(DropReason.REWARD_TIMEOUT, f"request not read within {timeout_s:g} s") from error
         except OSError as error:

@@ -1,8 +1,8 @@
 """The child process: it loads the reward function once, then judges the completions it is sent.
 
-Requests and replies travel on one socket, so user code may print. Requests are pickled. Replies are
-JSON, each after its length: the trainer must not unpickle what a process that runs user code sends.
-There is no torch here, so that a worker starts in a fraction of a second.
+Requests and replies are frames (a length, then that many bytes) on one socket, so user code may
+print. Requests are pickled. Replies are JSON: the trainer must not unpickle what a process that
+runs user code sends. There is no torch here, so that a worker starts in a fraction of a second.
 """
 
 import asyncio
@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, BinaryIO
@@ -39,6 +38,15 @@ _IN_REPLY = ("reward", "parts", "failure", "detail", "value")
 
 def frame(payload: bytes) -> bytes:
     return HEADER.pack(len(payload)) + payload
+
+
+def read_frame(stream: BinaryIO) -> bytes | None:
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (num_bytes,) = HEADER.unpack(header)
+    payload = stream.read(num_bytes)
+    return payload if len(payload) == num_bytes else None
 
 
 def score_of(reply: Mapping[str, Any], output: str = "") -> Score:
@@ -71,9 +79,10 @@ def main(fd: int) -> None:
     streams = [os.dup(1), os.dup(2)]  # user code may close its own
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    ended = EOFError, pickle.UnpicklingError, ConnectionError  # of the trainer's end
-    with socket.socket(fileno=fd) as sock, sock.makefile("rb") as requests, suppress(*ended):
-        setup: Setup = pickle.load(requests)
+    with socket.socket(fileno=fd) as sock, sock.makefile("rb") as requests, suppress(ConnectionError):
+        if (first := read_frame(requests)) is None:
+            return
+        setup: Setup = pickle.loads(first)
         try:
             function = setup.load()
         except HeadraceError as error:
@@ -83,9 +92,10 @@ def main(fd: int) -> None:
         sock.sendall(frame(json.dumps({"mode": function.mode}).encode()))
         with asyncio.Runner() as runner:
             if function.mode is Mode.ASYNC:
-                runner.run(_judge_concurrently(function, setup.timeout_s, requests, sock))
-            while True:
-                _judge_in_turn(function, pickle.load(requests), runner, sock, streams)
+                runner.run(_judge_concurrently(function, setup.timeout_s, sock))
+                return
+            while (request := read_frame(requests)) is not None:
+                _judge_in_turn(function, pickle.loads(request), runner, sock, streams)
 
 
 def _reply(item: int, score: Score, seconds: float) -> bytes:
@@ -115,20 +125,21 @@ def _judge_in_turn(
             sock.sendall(_reply(item, score, seconds))
 
 
-async def _judge_concurrently(
-    function: RewardFunction, timeout_s: float, requests: BinaryIO, sock: socket.socket
-) -> None:
+async def _judge_concurrently(function: RewardFunction, timeout_s: float, sock: socket.socket) -> None:
+    requests, replies = await asyncio.open_connection(sock=sock)
+
     async def judge(item: int, blob: bytes) -> None:
         score = await function.judge(lambda: pickle.loads(blob), timeout_s, BaseException)
-        sock.sendall(_reply(item, score, score.seconds))
+        replies.write(_reply(item, score, score.seconds))
 
-    events, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1)
     going: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
-    while True:
-        for item, blob in (await events.run_in_executor(thread, pickle.load, requests)).items():
-            task = asyncio.create_task(judge(item, blob))
-            going.add(task)
-            task.add_done_callback(going.discard)
+    with suppress(asyncio.IncompleteReadError):  # the other end has closed
+        while True:
+            (num_bytes,) = HEADER.unpack(await requests.readexactly(HEADER.size))
+            for item, blob in pickle.loads(await requests.readexactly(num_bytes)).items():
+                task = asyncio.create_task(judge(item, blob))
+                going.add(task)
+                task.add_done_callback(going.discard)
 
 
 def _end_with_parent(fd: int) -> None:
