@@ -9,7 +9,7 @@ import pytest
 
 from headrace.config import PromptsSection
 from headrace.errors import DataError
-from headrace.prompts.select import EXPLORE, HALF_LIFE, REST, Selection, chance_of
+from headrace.prompts.select import EXPLORE, HALF_LIFE, PARTS, PRIOR, REST, SOLVED, UNSOLVED, Selection
 from headrace.prompts.stream import PromptStream
 from headrace.types import Known
 
@@ -22,43 +22,65 @@ def order(num):
     return lambda epoch: np.random.default_rng([7, epoch]).permutation(num)
 
 
-def signal(kinds):
-    return Selection("signal", kinds, known_of(len(kinds)), order(len(kinds)))
+def signal(num):
+    return Selection("signal", num, known_of(num), order(num))
 
 
-def function(tmp_path, body, kinds=(0, 0, 0, 0)):
+def function(tmp_path, body, num=4):
     path = tmp_path / "mine.py"
     path.write_text(body)
-    return Selection(f"{path}:choose", list(kinds), known_of(len(kinds)), order(len(kinds)))
+    return Selection(f"{path}:choose", num, known_of(num), order(num))
 
 
-def test_what_one_group_says():
-    assert chance_of((1.0, 1.0, 0.0, 0.0)) == 1 - 0.5**4
-    assert chance_of((1.0, 1.0, 1.0, 0.0)) == 1 - 0.75**4
-    assert chance_of((0.3, 0.3)) == 0
-    assert chance_of((0.1, 0.2, 0.3, 0.4)) == 1 - 0.25**4, "rewards need not be right or wrong"
+def test_the_chances_worked_by_hand():
+    """Of four prompts, 0 was right twice of four times, and 1 never."""
+    known = signal(4)
+    assert known._scores.tolist() == [0.5] * 4
+    known.restore([0, 1, 0])
+    known.heed({0: (0, (1, 1, 0, 0)), 1: (0, (0, 0, 0, 0))})
+    run = (1 + PRIOR * 0.5) / (2 + PRIOR)
+    unseen = (1 + PRIOR * run) / (2 + PRIOR)  # one of the two groups of unseen prompts differed
+    assert known._scores.tolist() == [run, run, unseen, unseen], "no group followed one like theirs so far"
+    known.heed({2: (int(HALF_LIFE), (1, 0, 1, 1))})  # half a count is left of the others
+    run = (0.5 + 1 + PRIOR * 0.5) / (1 + 1 + PRIOR)
+    unseen = (0.5 + PRIOR * run) / (1 + PRIOR)
+    assert known._scores == pytest.approx([run, run, unseen, unseen]), "0 is now among those right in three of four"
+    known.restore([0, 1, 0, 0])
+    known.heed({3: (int(HALF_LIFE), (1, 1, 1, 1))})
+    run = (1.5 + PRIOR * 0.5) / (3 + PRIOR)
+    assert known._scores[0] == pytest.approx(run), "solved, as no prompt was before"
+    assert known.awaited == {0, 1, 2}
 
 
-def test_the_estimate_worked_by_hand():
-    """Prompts 0 and 1 are alike. 0 gives half and half at version 0, and 2 the same reward HALF_LIFE versions on."""
-    known = signal([0, 0, 1])
-    assert known._scores.tolist() == [0.5, 0.5, 0.5]
+@pytest.mark.parametrize(
+    ("rewards", "standing"),
+    [
+        ((0.0, 0.0), UNSOLVED),
+        ((1.0, 1.0), SOLVED),
+        ((0.0, 0.4, 0.1, 0.2), 0),
+        ((0.0, 1.0), 2),
+        ((0.9, 0.8, 1.0), PARTS - 1),
+        ((0.0, 0.0, 0.0, 0.9), 1),
+    ],
+)
+def test_where_a_prompt_stands_after_a_group(rewards, standing):
+    """The rewards of the run are from 0 to 1, and need not be one of these."""
+    known = signal(2)
+    known.restore([0, 1])
+    known.heed({0: (0, (0.0, 1.0)), 1: (0, rewards)})
+    assert known._standing[1] == standing
+
+
+@pytest.mark.parametrize("rewards", [(1e308, -1e308), (1e308,) * 8, (-1e308,) * 8, (5e-324, 0.0)])
+def test_rewards_of_any_size(rewards):
+    known = signal(1)
     known.restore([0])
-    known.heed({0: (0, (1, 1, 0, 0))})
-    run = (0.9375 + 0.5) / 2
-    alike = (0.9375 + run) / 2
-    assert known._scores.tolist() == [(0.9375 + alike) / 2, alike, run]
-    known.drawn.append(2)
-    known.awaited.add(1)
-    known.heed({1: (int(HALF_LIFE), (0, 0, 0, 0))})
-    run = (0.9375 / 2 + 0.5) / 2.5
-    alike, other = (0.9375 / 2 + run) / 1.5, run / 2
-    assert known._scores == pytest.approx([(0.9375 / 2 + alike) / 1.5, alike, other / 2])
-    assert known.awaited == set()
+    known.heed({0: (0, rewards)})
+    assert np.isfinite(known._scores).all()
 
 
 def test_outcomes_that_say_nothing_change_no_estimate():
-    known = signal([0, 0])
+    known = signal(2)
     known.restore([0, 1])
     known.heed({0: (0, ()), 1: (0, (1.0,))})
     assert known._scores.tolist() == [0.5, 0.5]
@@ -78,7 +100,7 @@ def draws(known, num, rates, rng, per_wave=8):
 def test_prompts_that_differ_come_first_and_every_prompt_is_reached():
     """400 prompts, one in four of which can be learned from: the others are half always, half never solved."""
     rates = [(0.0, 0.5, 1.0, 0.0)[i % 4] for i in range(400)]
-    known = signal([0] * 400)
+    known = signal(400)
     draws(known, EXPLORE * 400, rates, random.Random(0))
     times = Counter(known.drawn)
     assert set(times) == set(range(400)), "one epoch of the uniform order has gone by"
@@ -87,28 +109,20 @@ def test_prompts_that_differ_come_first_and_every_prompt_is_reached():
     explored = known.drawn[::EXPLORE]
     assert explored == order(400)(0).tolist(), "the known share follows the uniform order"
     by_score = [i for serial, i in enumerate(known.drawn) if serial % EXPLORE]
-    assert all(len(set(by_score[at : at + 90])) == 90 for at in range(0, len(by_score) - 90)), f"none within {REST}"
-
-
-def test_prompts_alike_are_judged_by_each_other():
-    """Unseen prompts of the kind that differs come before unseen ones of the kind that does not."""
-    rates, kinds = [0.5] * 300 + [1.0] * 300, [0] * 300 + [1] * 300
-    known = signal(kinds)
-    draws(known, 160, rates, random.Random(0))
-    late = [i for serial, i in enumerate(known.drawn) if serial % EXPLORE and serial >= 80]
-    assert sum(i < 300 for i in late) > 0.9 * len(late)
+    width = REST * (EXPLORE - 1) // EXPLORE
+    assert all(len(set(by_score[at : at + width])) == width for at in range(len(by_score) - width)), "they rest"
 
 
 def test_a_restart_draws_what_the_dead_process_would_have_drawn():
     rates = np.random.default_rng(0).random(60).tolist()
-    unbroken = signal([i % 3 for i in range(60)])
+    unbroken = signal(60)
     draws(unbroken, 240, rates, random.Random(0))
     outcomes = {}
-    first = signal([i % 3 for i in range(60)])
+    first = signal(60)
     told, first.heed = first.heed, lambda found: (outcomes.update(found), told(found))
     rng = random.Random(0)
     draws(first, 120, rates, rng)
-    second = signal([i % 3 for i in range(60)])
+    second = signal(60)
     second.restore(first.drawn)
     second.heed(outcomes)
     assert second._scores.tolist() == first._scores.tolist(), "at once or one by one, to the last bit"
@@ -122,7 +136,7 @@ def test_a_restart_draws_what_the_dead_process_would_have_drawn():
 
 @pytest.mark.parametrize("num", [1, 2, 3])
 def test_few_prompts(num):
-    known = signal([0] * num)
+    known = signal(num)
     assert {known.draw() for _ in range(20)} == set(range(num))
 
 
@@ -136,7 +150,7 @@ def test_a_function_of_the_users(tmp_path):
 
 
 def test_equal_scores_go_through_all_prompts(tmp_path):
-    known = function(tmp_path, "def choose(known):\n    return [0 for _ in known]\n", kinds=[0] * 9)
+    known = function(tmp_path, "def choose(known):\n    return [0 for _ in known]\n", num=9)
     drawn = [known.draw() for _ in range(27)]
     assert all(sorted(drawn[at : at + 9]) == list(range(9)) for at in (0, 9, 18))
 

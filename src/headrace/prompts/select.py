@@ -1,20 +1,18 @@
 """Which prompt is drawn next, if what is known of the prompts decides it (`prompts.select`).
 
-A group whose rewards are all equal teaches nothing and is dropped. So `signal` draws the prompt
-whose answers are likeliest to differ. If the most common reward of a group has the share q of its K
-answers, then K new ones differ with the chance 1 - q^K: that is what one group says. The estimate
-has three levels, each the prior of the next (the whole run, prompts alike, one prompt):
+A group whose rewards are all equal teaches nothing and is dropped. So `signal` draws prompts whose
+answers are likely to differ. Prompts are alike if their newest groups went alike; those that were
+never drawn are alike, too. How often the next group of such prompts differs is counted as the run
+goes on (the mean of a Beta posterior):
 
-    chance = (sum over its groups + PRIOR * chance one level up) / (number of groups + PRIOR)
+    chance = (next groups that differed + PRIOR * chance in the whole run) / (next groups + PRIOR)
 
-The policy moves, so a group's weight halves in HALF_LIFE versions. A draw follows from the seed,
-its serial and the outcomes so far, taken in by serial: a restart reads these from the ledger.
+So it tells what the policy has learnt since. Counts halve in HALF_LIFE versions. A draw follows
+from the seed, its serial and the outcomes so far, by serial: a restart reads them in the ledger.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,61 +22,31 @@ from headrace.types import Known, Outcomes
 from headrace.user_code import load_function, short_traceback
 
 EXPLORE = 4  # with `signal`, one draw in so many follows the uniform order: every prompt is reached
-REST = 128  # draws before a prompt is drawn again by its score; half the prompts, if that is less
-NEARLY = 0.75  # of the best chance: these prompts count as equally good
-HALF_LIFE = 16.0  # versions
-PRIOR = 1.0  # groups that the level above counts for
+REST = 64  # draws before a prompt is drawn again by its score; half the prompts, if that is less
+NEARLY = 0.9  # with `signal`, scores of this share of the best count as equal
+HALF_LIFE = 8.0  # versions
+PRIOR = 4.0  # groups
+PARTS = 4  # of solve rates: the share of answers beyond the middle of all rewards so far
+# A prompt's standing: its part, if its rewards differed, or one of these. RUN is all of them.
+UNSEEN, UNSOLVED, SOLVED, RUN = range(PARTS, PARTS + 4)
 
+Order = Callable[[int], npt.NDArray[np.int64]]  # of an epoch
 Floats = npt.NDArray[np.float64]
-
-
-class Estimate:
-    """By prompt, or by kind of prompt: the chance that the rewards of a group differ."""
-
-    def __init__(self, size: int) -> None:
-        self._groups, self._sum, self._version = np.zeros((3, size))
-
-    def add(self, i: int, version: int, chance: float) -> None:
-        kept = _kept(version - self._version[i])
-        self._groups[i] = self._groups[i] * kept + 1
-        self._sum[i] = self._sum[i] * kept + chance
-        self._version[i] = max(version, self._version[i])
-
-    def at(self, version: int, above: Any) -> Floats:
-        """As of `version`; `above` is the estimate one level up."""
-        kept = _kept(version - self._version)
-        found: Floats = (self._sum * kept + PRIOR * above) / (self._groups * kept + PRIOR)
-        return found
-
-
-def _kept(age: Any) -> Any:
-    return 0.5 ** (np.maximum(age, 0) / HALF_LIFE)
-
-
-def chance_of(rewards: Sequence[float]) -> float:
-    """What one group says about the chance that as many answers differ in reward."""
-    most_common = max(Counter(rewards).values())
-    return float(1 - (most_common / len(rewards)) ** len(rewards))
 
 
 class Selection:
     """What is known of every prompt, and the draws that follow from it.
 
-    The highest score comes first; of equal ones, what was drawn least often. `kinds` are numbers
-    that prompts alike share, and `order(epoch)` is the uniform order.
+    The highest score comes first; of equal ones, what was drawn least often.
     """
 
-    def __init__(
-        self,
-        spec: str,
-        kinds: Sequence[int],
-        known: Callable[[], Iterable[Known]],
-        order: Callable[[int], npt.NDArray[np.int64]],
-    ) -> None:
-        self._spec, self._kinds, self._order, self._num = spec, np.asarray(kinds), order, len(kinds)
-        self._levels = Estimate(1), Estimate(max(kinds) + 1), Estimate(self._num)
+    def __init__(self, spec: str, num: int, known: Callable[[], Iterable[Known]], order: Order) -> None:
+        self._spec, self._num, self._order = spec, num, order
         self._turn = -np.argsort(order(0))  # of equal ones: from the end, where exploring comes last
-        self._function, self._version = None, 0  # the newest version that an outcome is of
+        self._standing = np.full(num, UNSEEN)
+        self._groups, self._differed = np.zeros((2, RUN + 1))  # by standing before them
+        self._version, self._low, self._high = 0, np.inf, -np.inf  # of outcomes, and rewards so far
+        self._function = None
         if spec != "signal":
             self._function = load_function(spec, "prompts.select", DataError)
             self._known = list(known())
@@ -94,16 +62,30 @@ class Selection:
     def heed(self, outcomes: Outcomes) -> None:
         """Take in groups that are over."""
         for serial, (version, rewards) in sorted(outcomes.items()):
-            i, self._version = self.drawn[serial], max(self._version, version)
+            i = self.drawn[serial]
             if len(rewards) > 1:
-                for level, key in zip(self._levels, (0, self._kinds[i], i), strict=True):
-                    level.add(key, version, chance_of(rewards))
+                self._count(i, version, rewards)
             if self._function is not None:
-                new = {"seen": self._known[i].seen + 1, "rewards": tuple(rewards), "version": version}
-                self._known[i] = replace(self._known[i], **new)
+                seen = self._known[i].seen + 1
+                self._known[i] = replace(self._known[i], seen=seen, rewards=tuple(rewards), version=version)
         self.awaited -= outcomes.keys()
         if outcomes:
             self._scores = self._score()
+
+    def _count(self, i: int, version: int, rewards: Sequence[float]) -> None:
+        kept = 0.5 ** (max(0, version - self._version) / HALF_LIFE)
+        self._version = max(version, self._version)
+        self._groups, self._differed = self._groups * kept, self._differed * kept
+        differed = min(rewards) < max(rewards)
+        for standing in (self._standing[i], RUN):
+            self._groups[standing] += 1
+            self._differed[standing] += differed
+        self._low, self._high = min(self._low, *rewards), max(self._high, *rewards)
+        middle = (self._low + self._high) / 2
+        solved = sum(reward > middle for reward in rewards)
+        self._standing[i] = min(PARTS * solved // len(rewards), PARTS - 1)
+        if not differed:
+            self._standing[i] = SOLVED if solved or rewards[0] == middle > 0 else UNSOLVED
 
     def draw(self) -> int:
         """The prompt of the next group."""
@@ -114,6 +96,7 @@ class Selection:
         else:
             scores = self._scores.copy()
             scores[self.drawn[max(0, serial - min(REST, self._num // 2)) :]] = -np.inf
+            scores[[self.drawn[under_way] for under_way in self.awaited]] = -np.inf
             enough = scores.max() * (NEARLY if self._function is None else 1.0)
             best = np.flatnonzero(scores >= enough)
             i = int(best[np.lexsort((self._turn[best], self._num_draws[best]))[0]])
@@ -124,9 +107,9 @@ class Selection:
 
     def _score(self) -> Floats:
         if self._function is None:
-            run, alike, own = self._levels
-            above = alike.at(self._version, run.at(self._version, 0.5))
-            return own.at(self._version, above[self._kinds])
+            run = (self._differed[RUN] + PRIOR * 0.5) / (self._groups[RUN] + PRIOR)
+            chances: Floats = (self._differed + PRIOR * run) / (self._groups + PRIOR)
+            return chances[self._standing]
         told = f"prompts.select = '{self._spec}'"
         try:
             scores = np.array(list(self._function(tuple(self._known))), np.float64)

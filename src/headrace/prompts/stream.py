@@ -3,7 +3,6 @@
 `PromptStream` draws a record, `Renderer` makes it a Prompt: its text or chat as token ids.
 """
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -23,7 +22,6 @@ Message = Mapping[str, Any]
 
 EVAL_SEED_OFFSET = 1_000_003  # a generated eval_source must not repeat the training problems
 NUM_CHECKED_AHEAD = 256  # records that are checked before the run if the task is slow to make them
-KINDS_PER_DOUBLING = 4  # of the length: prompts that differ less in it count as alike
 TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 
 
@@ -110,8 +108,8 @@ class Renderer:
 class PromptStream:
     """All prompts of a run. Every record is checked before the first is drawn.
 
-    A record is drawn once per epoch, in an order that follows from `seed` and the epoch, unless
-    `prompts.select` chooses by what is known of the prompts.
+    Unless `prompts.select` goes by what is known of them, a record is drawn once per epoch, in an
+    order that follows from `seed` and the epoch.
     """
 
     def __init__(self, section: PromptsSection, tokenizer: Any, seed: int, *, room_tokens: int = 2**31) -> None:
@@ -127,14 +125,13 @@ class PromptStream:
                 "which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
             )
         self.held_out = self._hold_out(total - held)  # at the end of the source
-        self._kinds: list[int] = []  # of the prompts to train on; those alike have the same
         self._train, self._fingerprint = self._check(total - held)
         self.num_train = len(self._train)
         self._serial = 0  # of the next draw
         self._selection: Selection | None = None
         if section.select not in ("uniform", "in-order"):
             order = partial(_order, seed, num=self.num_train)
-            self._selection = Selection(section.select, self._kinds, self._known, order)
+            self._selection = Selection(section.select, self.num_train, self._known, order)
 
     def next(self) -> tuple[int, Prompt]:
         serial, self._serial = self._serial, self._serial + 1
@@ -235,11 +232,9 @@ class PromptStream:
             content = str(record[prompt_key(record, section.prompt_field, f"prompt '{id}'")])
             if content not in held_texts:
                 keep.append(i)
-                self._kinds.append(int(KINDS_PER_DOUBLING * math.log2(len(content) or 1)))
             checksum = zlib.crc32(f"{id}\0{content}\0".encode(errors="replace"), checksum)
         if not keep:
             raise DataError(f"{section.source}: every prompt is also held out; raise prompts.count")
-        self._kinds = [0] * num_train if is_slow else self._kinds
         return np.arange(num_train) if is_slow else np.asarray(keep, np.int64), f"{checksum:08x}"
 
 
