@@ -33,23 +33,23 @@ def function(tmp_path, body, num=4):
 
 
 def test_the_chances_worked_by_hand():
-    """Of four prompts, 0 was right twice of four times, and 1 never."""
+    """Of four prompts, 0 was right twice of four times, and 1 never; groups have four answers, PRIOR is four groups."""
+    assert (PRIOR, PARTS) == (4, 4)
     known = signal(4)
     assert known._scores.tolist() == [0.5] * 4
-    known.restore([0, 1, 0])
-    known.heed({0: (0, (1, 1, 0, 0)), 1: (0, (0, 0, 0, 0))})
-    run = (1 + PRIOR * 0.5) / (2 + PRIOR)
-    unseen = (1 + PRIOR * run) / (2 + PRIOR)  # one of the two groups of unseen prompts differed
-    assert known._scores.tolist() == [run, run, unseen, unseen], "no group followed one like theirs so far"
-    known.heed({2: (int(HALF_LIFE), (1, 0, 1, 1))})  # half a count is left of the others
-    run = (0.5 + 1 + PRIOR * 0.5) / (1 + 1 + PRIOR)
-    unseen = (0.5 + PRIOR * run) / (1 + PRIOR)
-    assert known._scores == pytest.approx([run, run, unseen, unseen]), "0 is now among those right in three of four"
     known.restore([0, 1, 0, 0])
+    known.heed({0: (0, (1, 1, 0, 0)), 1: (0, (0, 0, 0, 0))})
+    guess = 1 - 0.625**4 - 0.375**4  # of those right in from two to three of four
+    unseen = (1 + 4 * 0.5) / (2 + 4)  # one of the two groups of prompts that were unseen differed
+    assert known._scores.tolist() == [guess, 0, unseen, unseen], "no group followed one like theirs so far"
+    known.heed({2: (int(HALF_LIFE), (1, 0, 1, 1))})  # half of every count is left
+    guess = 1 - 0.875**4 - 0.125**4  # of those right in more than three of four, where 0 is now
+    assert known._scores == pytest.approx([guess, 0, (0.5 + 4 * 0.5) / 5, (0.5 + 4 * 0.5) / 5])
     known.heed({3: (int(HALF_LIFE), (1, 1, 1, 1))})
-    run = (1.5 + PRIOR * 0.5) / (3 + PRIOR)
-    assert known._scores[0] == pytest.approx(run), "solved, as no prompt was before"
-    assert known.awaited == {0, 1, 2}
+    assert known._scores[0] == 0, "solved, and no solved prompt was drawn again"
+    assert known._groups.tolist() == [0, 0, 1, 1, 1, 0, 0]
+    assert known._differed.tolist() == [0, 0, 1, 0, 0.5, 0, 0]
+    assert known.awaited == set()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,11 @@ answers are likely to differ. Prompts are alike if their newest groups went alik
 never drawn are alike, too. How often the next group of such prompts differs is counted as the run
 goes on (the mean of a Beta posterior):
 
-    chance = (next groups that differed + PRIOR * chance in the whole run) / (next groups + PRIOR)
+    chance = (next groups that differed + PRIOR * guess) / (next groups + PRIOR)
 
-So it tells what the policy has learnt since. Counts halve in HALF_LIFE versions. A draw follows
-from the seed, its serial and the outcomes so far, by serial: a restart reads them in the ledger.
+The guess is 1 - p^K - (1 - p)^K for K answers at the solve rate p: what would come if the policy
+stood still. The counts tell what it has learnt since; they halve in HALF_LIFE versions. A draw
+follows from the seed, its serial and the outcomes so far: a restart reads them in the ledger.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,8 +28,7 @@ NEARLY = 0.9  # with `signal`, scores of this share of the best count as equal
 HALF_LIFE = 8.0  # versions
 PRIOR = 4.0  # groups
 PARTS = 4  # of solve rates: the share of answers beyond the middle of all rewards so far
-# A prompt's standing: its part, if its rewards differed, or one of these. RUN is all of them.
-UNSEEN, UNSOLVED, SOLVED, RUN = range(PARTS, PARTS + 4)
+UNSEEN, UNSOLVED, SOLVED = range(PARTS, PARTS + 3)  # standings of prompts without such a part
 
 Order = Callable[[int], npt.NDArray[np.int64]]  # of an epoch
 Floats = npt.NDArray[np.float64]
@@ -44,7 +44,8 @@ class Selection:
         self._spec, self._num, self._order = spec, num, order
         self._turn = -np.argsort(order(0))  # of equal ones: from the end, where exploring comes last
         self._standing = np.full(num, UNSEEN)
-        self._groups, self._differed = np.zeros((2, RUN + 1))  # by standing before them
+        self._guess = np.full(SOLVED + 1, 0.5)
+        self._groups, self._differed = np.zeros((2, SOLVED + 1))  # by the standing before them
         self._version, self._low, self._high = 0, np.inf, -np.inf  # of outcomes, and rewards so far
         self._function = None
         if spec != "signal":
@@ -77,9 +78,11 @@ class Selection:
         self._version = max(version, self._version)
         self._groups, self._differed = self._groups * kept, self._differed * kept
         differed = min(rewards) < max(rewards)
-        for standing in (self._standing[i], RUN):
-            self._groups[standing] += 1
-            self._differed[standing] += differed
+        self._groups[self._standing[i]] += 1
+        self._differed[self._standing[i]] += differed
+        rates = np.array([*((part + 0.5) / PARTS for part in range(PARTS)), 0.5, 0.0, 1.0])
+        self._guess = 1 - rates ** len(rewards) - (1 - rates) ** len(rewards)
+        self._guess[UNSEEN] = 0.5
         self._low, self._high = min(self._low, *rewards), max(self._high, *rewards)
         middle = (self._low + self._high) / 2
         solved = sum(reward > middle for reward in rewards)
@@ -107,9 +110,9 @@ class Selection:
 
     def _score(self) -> Floats:
         if self._function is None:
-            run = (self._differed[RUN] + PRIOR * 0.5) / (self._groups[RUN] + PRIOR)
-            chances: Floats = (self._differed + PRIOR * run) / (self._groups + PRIOR)
-            return chances[self._standing]
+            chances = (self._differed + PRIOR * self._guess) / (self._groups + PRIOR)
+            found: Floats = chances[self._standing]
+            return found
         told = f"prompts.select = '{self._spec}'"
         try:
             scores = np.array(list(self._function(tuple(self._known))), np.float64)
