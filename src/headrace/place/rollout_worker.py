@@ -23,6 +23,8 @@ from headrace.publish.publisher import Subscriber
 from headrace.roles import ReceivingEnd
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
+from headrace.rollout.engine_server import ServerEngine
+from headrace.rollout.engine_sglang import SglangEngine
 from headrace.rollout.engine_vllm import VllmEngine
 from headrace.types import IntArray, News, Order, Ticket, Trajectory
 
@@ -136,7 +138,7 @@ class RolloutWorker:
         if self._running is not None:
             self._running.cancel()
         self._fetching.close(wait=False)
-        if isinstance(self.engine, VllmEngine):
+        if isinstance(self.engine, ServerEngine):
             self.engine.close()
 
     def _tell(
@@ -166,15 +168,19 @@ class RolloutWorker:
         self._subscriber.abandon(version)
 
 
-def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Callable[[], float]) -> Engine | VllmEngine:
+def _engine(
+    spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Callable[[], float]
+) -> Engine | ServerEngine:
     """An engine with a KV cache in all free memory but `reserved_bytes`, or what it can use."""
     r, e = spec.config.rollout, spec.config.episode
     kv_tokens = kv_budget(policy, r.kv_tokens, reserved_bytes)
     most_tokens, needed = spec.config.prompts.max_tokens + r.max_new_tokens + 64, spec.longest_prompt + r.max_new_tokens
     if grows := bool(e.environment or e.agent):  # with every turn
         most_tokens = needed = min(e.max_tokens or policy.max_context, policy.max_context)
-    if r.engine == "vllm":
-        return VllmEngine(policy, r, min(most_tokens, policy.max_context), clock)
+    if r.engine != "embedded":
+        return {"vllm": VllmEngine, "sglang": SglangEngine}[r.engine](
+            policy, r, min(most_tokens, policy.max_context), clock
+        )
     if not r.kv_tokens:
         kv_tokens = min(kv_tokens, r.max_running * most_tokens)
     if kv_tokens < needed:

@@ -10,7 +10,7 @@ import numpy as np
 from headrace.errors import DataError
 from headrace.roles import Device
 from headrace.rollout.engine import Engine
-from headrace.rollout.engine_vllm import VllmEngine
+from headrace.rollout.engine_server import ServerEngine
 from headrace.rollout.rows import Generation, Request, request_seed
 from headrace.types import FinishReason, Order, Trajectory
 
@@ -22,7 +22,7 @@ MOST_GATHERED_S = 0.25
 class RolloutActor:
     """Drives the engine and turns its generations into trajectories."""
 
-    engine: Engine | VllmEngine
+    engine: Engine | ServerEngine
     device: Device
     _: KW_ONLY
     seed: int

@@ -1,0 +1,377 @@
+"""Real servers as the rollout engine. VLLM_PYTHON and SGLANG_PYTHON name the Pythons of environments that have them."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_policies import tiny_policy
+
+import headrace
+from headrace.config import COMMANDS, RolloutSection
+from headrace.config_file import DEMO, load_config
+from headrace.ledger.ledger import Ledger
+from headrace.policy.policy import Policy
+from headrace.rollout.engine_server import ServerEngine
+from headrace.rollout.engine_sglang import SglangEngine
+from headrace.rollout.engine_vllm import VllmEngine
+from headrace.rollout.rows import Generation, Request
+from headrace.runs.audit import audit
+from headrace.types import FinishReason, Sampling, Span
+
+ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
+PROMPT = np.arange(3, 12, dtype=np.int32)
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module", params=list(ENGINES))
+def which(request: pytest.FixtureRequest) -> str:
+    """The engine, if there is one."""
+    if not os.environ.get(python := f"{request.param.upper()}_PYTHON"):
+        pytest.skip(f"{python} names no Python with it")
+    return str(request.param)
+
+
+def command(which: str) -> str:
+    python = os.path.abspath(os.environ[f"{which.upper()}_PYTHON"])
+    return COMMANDS[which].replace("python", python, 1)
+
+
+def section(which: str, **settings: object) -> RolloutSection:
+    given = {"engine": which, "command": command(which), "max_running": 32, "top_k": 12}
+    return RolloutSection.model_validate(given | settings)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return tiny_policy("Qwen3", head_dim=32)  # smaller heads are not for vLLM
+
+
+@pytest.fixture(scope="module")
+def engine(which: str, policy: Policy) -> Iterator[ServerEngine]:
+    engine = ENGINES[which](policy, section(which), 512, time.monotonic)
+    try:
+        engine.weights_changed(0)
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def weights(policy: Policy) -> list[dict[str, torch.Tensor]]:
+    """Of three policies, one of them the present one."""
+    states = [
+        policy.model.state_dict(),
+        *(tiny_policy("Qwen3", seed=seed, head_dim=32).model.state_dict() for seed in (1, 2)),
+    ]
+    return [{name: tensor.clone() for name, tensor in state.items()} for state in states]
+
+
+def set_weights(policy: Policy, state: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        policy.model.load_state_dict(state)
+
+
+def requests(count: int, **sampling: object) -> list[Request]:
+    made = Sampling(**{"max_new_tokens": 32, "temperature": 0.7, "top_k": 12} | sampling)  # type: ignore[arg-type]
+    return [Request(id=f"r{next(NUMBERS)}", sampling=made, seed=seed) for seed in range(count)]
+
+
+def finished(engine: ServerEngine) -> list[Generation]:
+    found: list[Generation] = []
+    while engine.has_work:
+        found += engine.advance()
+    return found
+
+
+def under_way(engine: ServerEngine, count: int, tokens: int) -> dict[str, Generation]:
+    """Advance until `count` answers have `tokens` tokens each."""
+    while True:
+        assert not engine.advance()
+        found = engine.under_way()
+        if sum(len(generation.token_ids) >= tokens for generation in found.values()) >= count:
+            return found
+
+
+@torch.no_grad()
+def logprobs(policy: Policy, generation: Generation, temperature: float = 0.7) -> np.ndarray:
+    """What `transformers` computes for the sampled tokens, over their supports."""
+    tokens = torch.tensor(np.concatenate([PROMPT, generation.token_ids])).long()
+    with policy.stock_attention():
+        logits = policy.model(tokens[None]).logits[0, len(PROMPT) - 1 : -1].float() / temperature
+    assert generation.replay is not None
+    for row, support in zip(logits, generation.replay.supports, strict=True):
+        outside = torch.ones(len(row), dtype=torch.bool)
+        outside[torch.from_numpy(support).long()] = False
+        row[outside] = -torch.inf
+    return logits.log_softmax(-1).gather(1, tokens[len(PROMPT) :, None])[:, 0].numpy()
+
+
+@torch.no_grad()
+def difference(engine: ServerEngine, policy: Policy) -> float:
+    """Of the log-prob of a fixed prompt's next token."""
+    token, logprob = engine.greedy(PROMPT) or (0, 0.0)
+    with policy.stock_attention():
+        expected = policy.model(torch.tensor(PROMPT[None]).long()).logits[0, -1].log_softmax(-1)
+    return abs(logprob - float(expected[token]))
+
+
+def test_log_probs_are_those_of_the_distribution_sampled_from(engine: ServerEngine, policy: Policy):
+    before = engine.sampled_tokens
+    engine.submit(PROMPT, requests(8, top_p=0.9))
+    found = finished(engine)
+    assert len(found) == 8
+    assert engine.sampled_tokens - before == sum(len(generation.token_ids) for generation in found)
+    assert len({tuple(generation.token_ids) for generation in found}) == 8
+    for generation in found:
+        assert np.abs(logprobs(policy, generation) - generation.logprobs).max() < 1e-5
+        assert generation.finish in (FinishReason.EOS, FinishReason.LENGTH)
+
+
+def test_the_same_seed_gives_the_same_answer(engine: ServerEngine, which: str):
+    if which == "sglang":
+        pytest.skip("SGLang follows no seed of a request")
+    answers = []
+    for _ in range(2):
+        engine.submit(PROMPT, requests(2))
+        answers.append({tuple(generation.token_ids) for generation in finished(engine)})
+    assert answers[0] == answers[1]
+
+
+def test_an_answer_ends_after_a_stop_string(engine: ServerEngine, policy: Policy):
+    engine.submit(PROMPT, requests(16, stop=("a", "e", "i")))
+    found = [generation for generation in finished(engine) if generation.finish is FinishReason.STOP]
+    assert found
+    assert all(policy.tokenizer.decode(generation.token_ids)[-1] in "aei" for generation in found)
+
+
+def update_twenty_times(engine: ServerEngine, policy: Policy, weights: list[dict[str, torch.Tensor]]) -> None:
+    """In the middle of answers; and check what they were sampled by."""
+    first, recomputes = engine.version, engine.section.on_update != "keep"
+    engine.submit(PROMPT, requests(32, max_new_tokens=480))  # so many that they take longer than the updates
+    under_way(engine, 32, 1)
+    found: list[Generation] = []
+    for version in range(first + 1, first + 21):
+        set_weights(policy, weights[version % 3])
+        engine.weights_changed(version)
+        found += engine.advance()
+    found += finished(engine)
+    assert len(found) == 32
+    assert max(len(generation.spans) for generation in found) >= 10
+    for generation in found:
+        versions = [span.version for span in generation.spans]
+        assert versions == sorted(set(versions))
+        assert versions[0] == first
+        check_spans(policy, weights, generation, generation.spans if recomputes else generation.spans[:1])
+    set_weights(policy, weights[engine.version % 3])
+    assert difference(engine, policy) < 1e-5
+    assert not engine.notes
+
+
+def check_spans(
+    policy: Policy, weights: list[dict[str, torch.Tensor]], generation: Generation, spans: Sequence[Span]
+) -> None:
+    """These tokens are of the versions that they are said to be of."""
+    for span in spans:
+        set_weights(policy, weights[span.version % 3])
+        part = slice(span.start - len(PROMPT), span.end - len(PROMPT))
+        assert np.abs(logprobs(policy, generation) - generation.logprobs)[part].max() < 1e-4
+
+
+@pytest.mark.parametrize("on_update", ["keep", "drain"])
+def test_versions_are_exact_over_twenty_updates(
+    engine: ServerEngine,
+    which: str,
+    policy: Policy,
+    weights: list[dict[str, torch.Tensor]],
+    on_update: str,
+    endless: None,
+):
+    engine.section = section(which, on_update=on_update)
+    update_twenty_times(engine, policy, weights)
+
+
+def test_an_abort_ends_exactly_the_answers_it_names(engine: ServerEngine, endless: None):
+    several = requests(11, max_new_tokens=400)
+    engine.submit(PROMPT, several)
+    under_way(engine, 11, 1)
+    engine.abort({"of an answer that has ended"})
+    engine.abort({several[1].id})
+    found = {generation.id: generation for generation in finished(engine)}
+    assert found[several[1].id].finish is FinishReason.ABORT
+    assert 0 < len(found[several[1].id].token_ids) < 400
+    assert sum(generation.finish is FinishReason.LENGTH for generation in found.values()) == 10
+
+
+def processes(engine: ServerEngine) -> list[psutil.Process]:
+    """Of its server: the main one, then those with names of their own, as vLLM's engine and worker, then others."""
+    found = psutil.Process(group := engine._server._process.pid).children(recursive=True)
+    assert {os.getpgid(process.pid) for process in found} == {group}
+    return [psutil.Process(group), *sorted(found, key=lambda process: (":" not in process.name(), process.pid))]
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    def ended(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return process.status() == psutil.STATUS_ZOMBIE
+        return True
+
+    deadline = time.monotonic() + 20
+    while (left := [process for process in processes if not ended(process)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_answers_go_on_where_a_server_process_was_killed(
+    engine: ServerEngine,
+    which: str,
+    policy: Policy,
+    weights: list[dict[str, torch.Tensor]],
+    index: int,
+    monkeypatch: pytest.MonkeyPatch,
+    endless: None,
+):
+    monkeypatch.setattr("headrace.rollout.engine_server.HUNG_S", 60.0)
+    engine.section = section(which, on_update="recompute")  # for the next server
+    set_weights(policy, weights[engine.version % 3])
+    before, old = engine.sampled_tokens, processes(engine)
+    engine.submit(PROMPT, requests(4, max_new_tokens=400))
+    known = under_way(engine, 4, 20)
+    os.kill(old[index].pid, signal.SIGKILL)
+    found = finished(engine)
+    assert [len(generation.token_ids) for generation in found] == [400] * 4
+    assert engine.sampled_tokens - before == 1600
+    for generation in found:
+        assert np.array_equal(generation.token_ids[:20], known[generation.id].token_ids[:20])
+        assert np.abs(logprobs(policy, generation) - generation.logprobs).max() < 1e-4
+    assert not alive(old)
+    assert engine.notes.pop().startswith(f"a server of {engine.name} was lost (")
+
+
+def test_versions_are_exact_where_the_cache_is_computed_again(
+    engine: ServerEngine, policy: Policy, weights: list[dict[str, torch.Tensor]], endless: None
+):
+    """By a server that was started for it: SGLang's then schedules ahead."""
+    assert engine.section.on_update == "recompute"
+    update_twenty_times(engine, policy, weights)
+
+
+def test_an_abort_right_after_an_update_repeats_no_token(
+    engine: ServerEngine, policy: Policy, weights: list[dict[str, torch.Tensor]], endless: None
+):
+    """SGLang has put the answers back into its queue then."""
+    several = requests(8, max_new_tokens=400)
+    engine.submit(PROMPT, several)
+    known = under_way(engine, 8, 20)
+    set_weights(policy, weights[(engine.version + 1) % 3])
+    engine.weights_changed(engine.version + 1)
+    engine.abort({request.id for request in several})
+    found = finished(engine)
+    assert {generation.finish for generation in found} == {FinishReason.ABORT}
+    for generation in found:
+        assert np.array_equal(generation.token_ids[:20], known[generation.id].token_ids[:20])
+        check_spans(policy, weights, generation, generation.spans)
+
+
+def test_a_version_that_the_server_refuses_is_taken_by_another_server(
+    engine: ServerEngine,
+    policy: Policy,
+    weights: list[dict[str, torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    endless: None,
+):
+    def damaged(directory: Path) -> None:
+        (directory / "model.safetensors").write_bytes(b"nothing")
+        monkeypatch.setattr(engine, "write_weights", write)
+
+    write = engine.write_weights
+    version = engine.version + 1
+    set_weights(policy, weights[version % 3])
+    engine.submit(PROMPT, requests(4, max_new_tokens=400))
+    under_way(engine, 4, 10)
+    monkeypatch.setattr(engine, "write_weights", damaged)
+    engine.weights_changed(version)
+    assert f"version {version} was not taken" in engine.notes.pop()
+    assert len(finished(engine)) == 4
+    engine.submit(PROMPT, requests(2))
+    for generation in finished(engine):
+        assert {span.version for span in generation.spans} == {version}
+        assert np.abs(logprobs(policy, generation) - generation.logprobs).max() < 1e-5
+
+
+def test_the_canary_sees_a_version_without_some_tensors(
+    engine: ServerEngine, policy: Policy, weights: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+):
+    """Engines take it: those tensors keep their old values."""
+    version = engine.version + 1
+    set_weights(policy, weights[version % 3])
+
+    def only_one_layer(directory: Path) -> None:
+        write(directory)
+        tensors = load_file(directory / "model.safetensors")
+        save_file({name: tensors[name] for name in tensors if ".0." in name}, directory / "model.safetensors")
+
+    write = engine.write_weights
+    monkeypatch.setattr(engine, "write_weights", only_one_layer)
+    engine.weights_changed(version)
+    assert not engine.notes
+    assert difference(engine, policy) > 0.1
+    monkeypatch.undo()
+    engine.weights_changed(version)
+    assert difference(engine, policy) < 1e-5
+
+
+def test_a_server_that_hangs_is_replaced(engine: ServerEngine, monkeypatch: pytest.MonkeyPatch, endless: None):
+    monkeypatch.setattr("headrace.rollout.engine_server.HUNG_S", 5.0)
+    old = processes(engine)
+    engine.submit(PROMPT, requests(4, max_new_tokens=400))
+    under_way(engine, 4, 20)
+    os.kill(old[1].pid, signal.SIGSTOP)
+    assert [len(generation.token_ids) for generation in finished(engine)] == [400] * 4
+    assert "there was no token for 5 s" in engine.notes.pop()
+    assert not alive(old)
+
+
+def test_no_other_user_can_ask_the_server(engine: ServerEngine, which: str):
+    """A key is asked for, which stands in no list of processes; or a file of ours is the only way."""
+    launch = engine._server._launch
+    if isinstance(launch.address, str):
+        assert not engine._server.directory.stat().st_mode & 0o077
+        return
+    key = launch.headers["Authorization"].split()[1]
+    assert not [p for p in processes(engine) if key in " ".join(p.cmdline())]
+    for headers in ({}, {"Authorization": "Bearer guessed"}):
+        for path in (engine.generate, "/pause_generation", "/update_weights_from_disk", "/abort_request"):
+            connection = http.client.HTTPConnection(*launch.address, timeout=60)
+            connection.request("POST", path, "{}", {"Content-Type": "application/json"} | headers)
+            assert connection.getresponse().status == 401
+            connection.close()
+
+
+def test_a_run_trains_with_it_and_its_books_balance(which: str, tmp_path: Path):
+    overrides = [f"rollout.engine={which}", f"rollout.command={command(which)}", "warmstart.steps=30", "loop.steps=4"]
+    overrides += ["loop.max_lag=1", "loop.groups_per_step=4", "prompts.eval_count=16", f"run.dir={tmp_path / 'run'}"]
+    before = set(Path("/dev/shm").glob("headrace-*"))  # of the tests above
+    summary = headrace.train(load_config(DEMO, overrides))
+    assert summary["finished"] is True
+    assert summary["version"] == 4
+    assert summary["mismatch_before"] < 1e-5
+    assert audit(tmp_path / "run") == []
+    with Ledger.open(tmp_path / "run") as ledger:
+        assert max(row.mismatch_mean for row in ledger.rows() if not row.lag_max) < 1e-5
+    assert headrace.evaluate_run(tmp_path / "run") == pytest.approx(summary["score_after"])
+    deadline = time.monotonic() + 20
+    while set(Path("/dev/shm").glob("headrace-*")) - before:
+        assert time.monotonic() < deadline
