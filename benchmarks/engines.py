@@ -26,16 +26,14 @@ from gpu_model import Lengths, random_model, word_tokenizer
 from gpu_record import facts, table
 
 from headrace.config import RolloutSection
+from headrace.place.rollout_worker import SERVERS
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.engine_server import ServerEngine
-from headrace.rollout.engine_sglang import SglangEngine
-from headrace.rollout.engine_vllm import VllmEngine
 from headrace.rollout.rows import Generation, Request
 from headrace.types import Sampling
 
 PROMPTS, SAMPLES, PROMPT_TOKENS, MAX_RUNNING = 32, 4, 32, 64
-SERVERS: dict[str, type[ServerEngine]] = {"vllm": VllmEngine, "sglang": SglangEngine}
 EQUAL, TAIL, CONTEXT = 64, Lengths(mean=64, cv=1.0, cap=256), 512
 
 

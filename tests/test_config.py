@@ -141,6 +141,33 @@ def test_adapters_are_refused_where_they_have_no_meaning(overrides: tuple[str, .
     assert message(None, *overrides).startswith(expected)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.exact=true", "not those of the learner to the bit"),
+        ("rollout.speculate=4", "put its own flags into rollout.command"),
+        ("rollout.kv_tokens=4096", "put its own flags into rollout.command"),
+        ("rollout.max_wall_s=3", "cannot lay answers aside"),
+        ("rollout.top_p=0.9", "only with a top_k up to 256"),
+        ("rollout.top_k=1000", "only with a top_k up to 256"),
+        ("place.layout=colocated", "a device of its own"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(engine: str, override: str, expected: str):
+    with pytest.raises(ConfigError, match=rf"rollout\.engine = '{engine}' and .*{expected}"):
+        load_config(None, [f"rollout.engine={engine}", override])
+    load_config(None, [f"rollout.engine={engine}", "rollout.top_k=20", "rollout.top_p=0.9"])
+
+
+@pytest.mark.parametrize("flag", ["--config my.yaml", "--api-key=x", "--admin-api-key x"])
+def test_a_server_of_sglang_takes_no_key_of_the_user(flag: str):
+    command = f"rollout.command=python -m sglang.launch_server {flag}"
+    load_config(None, ["rollout.engine=vllm", command])
+    with pytest.raises(ConfigError, match=r"rollout\.engine = 'sglang' and --config or --api-key in rollout\.command"):
+        load_config(None, ["rollout.engine=sglang", command])
+
+
 def test_contradiction_with_a_value_that_is_wrong_anyway_is_not_reported():
     text = message(None, "reward.overlong_tokens=100", "rollout.max_new_tokens=x")
     assert text.startswith("rollout.max_new_tokens: expected a whole number")

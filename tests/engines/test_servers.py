@@ -22,20 +22,18 @@ import headrace
 from headrace.config import COMMANDS, RolloutSection
 from headrace.config_file import DEMO, load_config
 from headrace.ledger.ledger import Ledger
+from headrace.place.rollout_worker import SERVERS
 from headrace.policy.policy import Policy
 from headrace.rollout.engine_server import ServerEngine
-from headrace.rollout.engine_sglang import SglangEngine
-from headrace.rollout.engine_vllm import VllmEngine
 from headrace.rollout.rows import Generation, Request
 from headrace.runs.audit import audit
 from headrace.types import FinishReason, Sampling, Span
 
-ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
 PROMPT = np.arange(3, 12, dtype=np.int32)
 NUMBERS = itertools.count()
 
 
-@pytest.fixture(scope="module", params=list(ENGINES))
+@pytest.fixture(scope="module", params=list(SERVERS))
 def which(request: pytest.FixtureRequest) -> str:
     """The engine, if there is one."""
     if not os.environ.get(python := f"{request.param.upper()}_PYTHON"):
@@ -60,7 +58,7 @@ def policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def engine(which: str, policy: Policy) -> Iterator[ServerEngine]:
-    engine = ENGINES[which](policy, section(which), 512, time.monotonic)
+    engine = SERVERS[which](policy, section(which), 512, time.monotonic)
     try:
         engine.weights_changed(0)
         yield engine
@@ -200,6 +198,13 @@ def test_versions_are_exact_over_twenty_updates(
 ):
     engine.section = section(which, on_update=on_update)
     update_twenty_times(engine, policy, weights)
+
+
+def test_an_answer_may_fill_the_whole_context(engine: ServerEngine, endless: None):
+    engine.submit(PROMPT, requests(1, max_new_tokens=512 - len(PROMPT)))
+    assert [len(generation.token_ids) for generation in finished(engine)] == [512 - len(PROMPT)]
+    engine.submit(np.arange(511, dtype=np.int32) % 90 + 3, requests(1, max_new_tokens=1))
+    assert [len(generation.token_ids) for generation in finished(engine)] == [1]
 
 
 def test_an_abort_ends_exactly_the_answers_it_names(engine: ServerEngine, endless: None):

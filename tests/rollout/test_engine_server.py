@@ -95,7 +95,7 @@ def test_a_release_that_does_not_tell_versions_is_refused(release: str, least: s
     server = Server(command, lambda directory: None, lambda directory: launch)
     try:
         if is_old:
-            with pytest.raises(ConfigError, match=rf"its release is {release}, .*; {least} does"):
+            with pytest.raises(ConfigError, match=rf"too old: {release} .*; {least} does"):
                 server.wait_ready()
         else:
             server.wait_ready()
@@ -121,6 +121,6 @@ def test_what_sglang_repeats_at_an_abort_is_not_counted_twice():
 def test_what_sglang_refuses_is_an_error_of_the_request_and_no_lost_server():
     engine = object.__new__(SglangEngine)
     with pytest.raises(ModelError, match="too long"):
-        engine.part({"error": {"message": "too long", "code": 400}}, False)
+        engine.part({"error": {"message": "too long", "code": 400}}, False, 0)
     with pytest.raises(ServerLostError):
-        engine.part({"error": {"message": "out of memory", "code": 500}}, False)
+        engine.part({"error": {"message": "out of memory", "code": 500}}, False, 0)

@@ -21,13 +21,14 @@ from headrace.place.learner_rank import LearnerRank, policy_of
 from headrace.policy.policy import Policy
 from headrace.publish.publisher import Subscriber
 from headrace.roles import ReceivingEnd
-from headrace.rollout.actor import RolloutActor
+from headrace.rollout.actor import AnyEngine, RolloutActor
 from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
 from headrace.rollout.engine_server import ServerEngine
 from headrace.rollout.engine_sglang import SglangEngine
 from headrace.rollout.engine_vllm import VllmEngine
 from headrace.types import IntArray, News, Order, Ticket, Trajectory
 
+SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
 HEARTBEAT_S = 1.0  # a worker without news says so this often
 
 
@@ -168,9 +169,7 @@ class RolloutWorker:
         self._subscriber.abandon(version)
 
 
-def _engine(
-    spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Callable[[], float]
-) -> Engine | ServerEngine:
+def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Callable[[], float]) -> AnyEngine:
     """An engine with a KV cache in all free memory but `reserved_bytes`, or what it can use."""
     r, e = spec.config.rollout, spec.config.episode
     kv_tokens = kv_budget(policy, r.kv_tokens, reserved_bytes)
@@ -178,9 +177,7 @@ def _engine(
     if grows := bool(e.environment or e.agent):  # with every turn
         most_tokens = needed = min(e.max_tokens or policy.max_context, policy.max_context)
     if r.engine != "embedded":
-        return {"vllm": VllmEngine, "sglang": SglangEngine}[r.engine](
-            policy, r, min(most_tokens, policy.max_context), clock
-        )
+        return SERVERS[r.engine](policy, r, min(most_tokens, policy.max_context), clock)
     if not r.kv_tokens:
         kv_tokens = min(kv_tokens, r.max_running * most_tokens)
     if kv_tokens < needed:

@@ -16,13 +16,14 @@ from headrace.types import FinishReason, Order, Trajectory
 
 COMING_S = 0.02  # between two turns that come back together
 MOST_GATHERED_S = 0.25
+AnyEngine = Engine | ServerEngine
 
 
 @dataclass(eq=False)
 class RolloutActor:
     """Drives the engine and turns its generations into trajectories."""
 
-    engine: Engine | ServerEngine
+    engine: AnyEngine
     device: Device
     _: KW_ONLY
     seed: int

@@ -44,18 +44,17 @@ MOST_LOSSES = 3  # of servers in a row that gave no answer
 # Runs beside the server, and away from this process: once that lets go of the pipe, however it ends, nothing is left.
 GUARD = 'exec 3<&0; (cat <&3; kill -s KILL -- "-$0"; rm -rf "$1") >/dev/null 2>&1 &'
 ALL = 2**62
+FINISH = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORT, "stop": FinishReason.EOS}
 
 
 def refusal(engine: str, sampling: Sampling) -> str:
     """Why training could not repeat how `engine` samples so; empty if it can."""
-    if engine == "embedded":
-        return ""
+    told = ""
     if sampling.grammar:
-        return f"rollout.engine = '{engine}': a JSON schema or a required tool call is only for the embedded engine"
-    if sampling.truncates and not 0 < sampling.top_k <= MOST_TOP_K:
-        told = f"what top_p, min_p and top_k left only with a top_k up to {MOST_TOP_K}"
-        return f"rollout.engine = '{engine}' tells {told}"
-    return ""
+        told = ": a JSON schema or a required tool call is only for the embedded engine"
+    elif sampling.truncates and not 0 < sampling.top_k <= MOST_TOP_K:
+        told = f" tells what top_p, min_p and top_k left only with a top_k up to {MOST_TOP_K}"
+    return f"rollout.engine = '{engine}'{told}" if told and engine != "embedded" else ""
 
 
 class ServerLostError(Exception):
@@ -121,10 +120,11 @@ class Server:
                     self.is_up = True
 
     def _greet(self) -> None:
-        release, least = str(self._ask("GET", self._launch.release, timeout_s=5.0)["version"]), self._launch.least
-        if _numbers(release) < _numbers(least):
-            told = f"its release is {release}, which does not tell what weights sampled a token; {least} does"
-            raise ConfigError(f"rollout.command starts a server that is too old: {told}")
+        release, least = self._ask("GET", self._launch.release, timeout_s=5.0)["version"], self._launch.least
+        told, needed = ([int(n) for n in re.findall(r"\d+", one)[:3]] for one in (release, least))
+        if told < needed:
+            why = f"{release} does not tell what weights sampled a token; {least} does"
+            raise ConfigError(f"rollout.command starts a server of a release that is too old: {why}")
         if self._launch.greeting:
             self._ask("POST", *self._launch.greeting)
 
@@ -171,10 +171,6 @@ class Server:
         os.close(self._alive)
 
 
-def _numbers(release: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", release)[:3]]
-
-
 @dataclass(frozen=True)
 class Part:
     """Of an answer, as it comes. The last one has a `finish`, and `spans`: which version sampled which tokens."""
@@ -208,6 +204,11 @@ class ServerEngine:
 
     name: ClassVar[str]
     generate: ClassVar[str]  # the path of requests
+    launch: Callable[[Path], Launch]  # of a server with the model in a directory, as `version`
+    body: Callable[[str, IntArray, Sampling, int, int], dict[str, Any]]  # of a request; at most so many tokens, a seed
+    part: Callable[[dict[str, Any], bool, int], Part]  # from an answer; whether it has supports, tokens so far
+    load: Callable[[Server], None]  # its directory again, while requests are under way
+    end: Callable[[Server, Sequence[str]], None]  # these requests, and no other
 
     def __init__(self, policy: Policy, section: RolloutSection, max_context: int, clock: Callable[[], float]) -> None:
         if policy.routers.shape[0]:
@@ -221,33 +222,16 @@ class ServerEngine:
         self._server = self._start_server()
         self._threads = ThreadPoolExecutor(section.max_running, section.engine)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._rows, self._numbers = Rows(), itertools.count()
+        self._rows = Rows()
+        self._ids = (f"{number};" for number in itertools.count())  # none begins another: SGLang aborts by beginnings
         self._nothing = np.zeros(0, self._rows.dtype)
         self._asked: dict[str, _Asked] = {}  # by the request's id
         self._finished: list[Generation] = []
         self._moved_s, self._losses = time.monotonic(), 0
 
-    # ---- of each engine
-
-    def launch(self, directory: Path) -> Launch:
-        """A server with the model in `directory` as that of `self.version`."""
-        raise NotImplementedError
-
-    def body(self, id: str, tokens: IntArray, sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
-        """A request."""
-        raise NotImplementedError
-
-    def part(self, answer: dict[str, Any], truncates: bool, so_far: int = 0) -> Part:
-        """Read an answer, or a piece of it that was streamed after `so_far` tokens."""
-        raise NotImplementedError
-
-    def load(self, server: Server) -> None:
-        """Let it load its directory again, as `self.version`, while requests are under way."""
-        raise NotImplementedError
-
-    def end(self, server: Server, ids: Sequence[str]) -> None:
-        """Abort these requests, and no other."""
-        raise NotImplementedError
+    def sampling_params(self, sampling: Sampling) -> dict[str, Any]:
+        names = ("temperature", "top_k", "top_p", "min_p", "stop")
+        return {name: getattr(sampling, name) for name in names} | {"stop_token_ids": sorted(self.policy.eos_ids)}
 
     def write_weights(self, directory: Path) -> None:
         """A model directory; adapters are merged."""
@@ -310,12 +294,12 @@ class ServerEngine:
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
         sampling = Sampling(max_new_tokens=1, temperature=0.0)
-        body = self.body(str(next(self._numbers)), prompt, sampling, 1, 0)
+        body = self.body(next(self._ids), prompt, sampling, 1, 0)
         try:
-            part = self.part(self._server.post(self.generate, body), False)
+            part = self.part(self._server.post(self.generate, body), False, 0)
         except LOST as why:
             self._replace_server(str(why))
-            part = self.part(self._server.post(self.generate, body), False)
+            part = self.part(self._server.post(self.generate, body), False, 0)
         return part.tokens[0], part.logprobs[0]
 
     def under_way(self) -> dict[str, Generation]:
@@ -333,7 +317,7 @@ class ServerEngine:
         return Server(command, self.write_weights, self.launch)
 
     def _ask(self, row: RowSequence, aborted: bool = False) -> None:
-        asked = _Asked(row, str(next(self._numbers)), len(row.sampled), self.version, aborted=aborted)
+        asked = _Asked(row, next(self._ids), len(row.sampled), self.version, aborted=aborted)
         self._asked[row.request.id] = asked
         self._threads.submit(self._follow, asked)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from headrace.errors import ModelError
 from headrace.rollout.engine import kv_bytes_per_token
-from headrace.rollout.engine_server import START_S, Launch, Part, Server, ServerEngine, ServerLostError
+from headrace.rollout.engine_server import FINISH, START_S, Launch, Part, Server, ServerEngine, ServerLostError
 from headrace.types import FinishReason, IntArray, Sampling
 
 HOST = "127.0.0.1"
-FINISH = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORT, "stop": FinishReason.EOS}
+SPARE = 8  # tokens, at the end of its context, that it does not use
 
 
 class SglangEngine(ServerEngine):
@@ -26,14 +26,14 @@ class SglangEngine(ServerEngine):
             port = int(free.getsockname()[1])
         key, settings = secrets.token_hex(16), directory / "server.yaml"
         settings.write_text(f'api-key: "{key}"\n')  # a flag could be read by every user of the machine
-        running, context = self.section.max_running, self.max_context
+        running, context = self.section.max_running, self.max_context + SPARE
         flags = (
             f"--config {settings} --model-path {directory} --served-model-name policy --host {HOST} --port {port} "
             f"--dtype {str(self.policy.dtype).removeprefix('torch.')} --context-length {context} "
             f"--max-running-requests {running} --stream-interval 16 --incremental-streaming-output "
             f"--weight-version {self.version} --skip-server-warmup --log-level warning"
         )
-        env = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+        env = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         if self.section.on_update == "keep":  # else a token under way is counted as the next version's
             flags += " --disable-overlap-schedule"
         if not self.on_gpu:
@@ -45,26 +45,18 @@ class SglangEngine(ServerEngine):
 
     def body(self, id: str, tokens: IntArray, sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
         """SGLang has no use for the seed."""
-        own = {
-            "max_new_tokens": max_tokens,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k or -1,
-            "top_p": sampling.top_p,
-            "min_p": sampling.min_p,
-            "stop": list(sampling.stop),
-            "stop_token_ids": sorted(self.policy.eos_ids),
-            "ignore_eos": not self.policy.eos_ids,  # it would ignore these too
-        }
+        own = {"max_new_tokens": max_tokens, "top_k": sampling.top_k or -1}
+        own |= {"ignore_eos": not self.policy.eos_ids}  # true would ignore stop_token_ids too
         return {
-            "rid": _rid(id),
+            "rid": id,
             "input_ids": tokens.tolist(),
             "return_logprob": True,
             "return_sampling_mask": sampling.truncates,
             "cache_salt": f"v{self.version}",  # else a prefix of old weights would serve new requests
-            "sampling_params": own,
+            "sampling_params": self.sampling_params(sampling) | own,
         }
 
-    def part(self, answer: dict[str, Any], truncates: bool, so_far: int = 0) -> Part:
+    def part(self, answer: dict[str, Any], truncates: bool, so_far: int) -> Part:
         if "meta_info" not in answer:
             error = answer["error"]
             raise ModelError(error["message"]) if error["code"] == 400 else ServerLostError(str(error))
@@ -89,9 +81,4 @@ class SglangEngine(ServerEngine):
 
     def end(self, server: Server, ids: Sequence[str]) -> None:
         for id in ids:
-            server.post("/abort_request", {"rid": _rid(id)})
-
-
-def _rid(id: str) -> str:
-    """With an end sign: SGLang aborts all requests whose ids begin with a given one."""
-    return f"{id};"
+            server.post("/abort_request", {"rid": id})

@@ -9,13 +9,12 @@ from typing import Any
 from safetensors.torch import save_file
 
 from headrace.config import MOST_TOP_K
-from headrace.rollout.engine_server import START_S, Launch, Part, Server, ServerEngine, ServerLostError
+from headrace.rollout.engine_server import FINISH, START_S, Launch, Part, Server, ServerEngine, ServerLostError
 from headrace.types import FinishReason, IntArray, Sampling
 
 LABEL, ABORT = "/update_weight_version", "/inference/v1/abort_requests"
 OUTSIDE = -9000.0  # log-probs below: top-k, top-p or min-p left the token out
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-FINISH = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORT, "stop": FinishReason.EOS}
 
 
 class VllmEngine(ServerEngine):
@@ -45,24 +44,16 @@ class VllmEngine(ServerEngine):
             save_file({"lm_head.weight": head}, directory / "head.safetensors")
 
     def body(self, id: str, tokens: IntArray, sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
-        names = ("temperature", "top_k", "top_p", "min_p", "stop")
-        own = {
-            "stop_token_ids": sorted(self.policy.eos_ids),
-            "ignore_eos": True,
-            "max_tokens": max_tokens,
-            "seed": seed,
-            "logprobs": sampling.top_k,
-            "detokenize": bool(sampling.stop),
-        }
+        own = {"ignore_eos": True, "logprobs": sampling.top_k, "detokenize": bool(sampling.stop)}
         return {
             "request_id": id,
             "token_ids": tokens.tolist(),
             "model": "policy",
             "cache_salt": f"v{self.version}",  # else a prefix of old weights would serve new requests
-            "sampling_params": own | {name: getattr(sampling, name) for name in names},
+            "sampling_params": self.sampling_params(sampling) | own | {"max_tokens": max_tokens, "seed": seed},
         }
 
-    def part(self, answer: dict[str, Any], truncates: bool, so_far: int = 0) -> Part:
+    def part(self, answer: dict[str, Any], truncates: bool, so_far: int) -> Part:
         if "choices" not in answer:
             raise ServerLostError(json.dumps(answer)[:500])
         choice = answer["choices"][0]
