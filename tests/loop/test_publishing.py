@@ -97,11 +97,9 @@ class World:
         ranks: Any = SimpleNamespace(
             first=self.rank, ranks=[self.rank], gather=lambda asked: [reply.result() for reply in asked]
         )
-        workers: Any = lambda: list(self.workers)  # noqa: E731
         bring: Any = lambda *late: self.brought.append(ThreadPoolExecutor(1).submit(self.publisher.follow, *late))  # noqa: E731
-        self.publisher = WeightPublisher(
-            ranks, StageClock(), 1.0, workers, self.give_up, self.reached, bring if by_disk else None
-        )
+        pool: Any = self
+        self.publisher = WeightPublisher(ranks, StageClock(), 1.0, pool, self.give_up, bring if by_disk else None)
         self.publisher.commit(0)
 
     def reached(self, worker: Any, version: int) -> None:

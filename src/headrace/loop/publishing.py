@@ -18,6 +18,7 @@ from headrace.learner.ranks import Ranks
 from headrace.measured import PublishTimes, StageClock, StageSpan
 from headrace.publish.publisher import OPERATIONS, with_receivers
 from headrace.roles import Reply, Sampler, Trainer, Worker
+from headrace.rollout.pool import RolloutPool
 from headrace.types import Ticket
 
 TRIES = 3
@@ -36,9 +37,8 @@ class WeightPublisher:
     ranks: Ranks
     clock: StageClock
     timeout_s: float
-    workers: Callable[[], list[Worker[Sampler]]]
+    pool: RolloutPool
     give_up: Callable[[Worker[Sampler], str], None]  # and why
-    reached: Callable[[Worker[Sampler], int], None]  # what a worker samples with now
     bring: Callable[..., None] | None  # calls `follow` in a thread, with what it gets; None: wait for all
     version: int | None = None
     pending: Ticket | None = None  # offered, to be delivered
@@ -89,7 +89,7 @@ class WeightPublisher:
                 self.pending, self._tries = None, 0
                 return True
             self.ranks.gather([self.ranks.first.ask(Trainer.withdraw, ticket.version)])
-            for worker in self.workers():
+            for worker in self.pool.workers:
                 worker.ask(Sampler.abandon, ticket.version)
             self._tries += 1
             if self._tries < TRIES:
@@ -102,12 +102,12 @@ class WeightPublisher:
         for worker, reply in [(w, w.ask(Sampler.commit, version)) for w in workers]:
             try:
                 received.append(reply.result(self.timeout_s + GRACE_S))
-                self.reached(worker, version)
+                self.pool.reached(worker, version)
             except (WorkerLostError, PublishError) as error:
                 self.give_up(worker, str(error))
         self.version = version
         if self.pending is not None:
-            wanted = [wanted for worker in self.workers() for wanted in self._late.get(worker, ())]
+            wanted = [wanted for worker in self.pool.workers for wanted in self._late.get(worker, ())]
             (times,) = self.ranks.gather([self.ranks.first.ask(Trainer.offered, version, wanted)])
             self._book(version, with_receivers(times, received))
 
@@ -131,7 +131,7 @@ class WeightPublisher:
             leave(worker)
 
     def _on_time(self) -> list[Worker[Sampler]]:
-        return [worker for worker in self.workers() if worker not in self._late]
+        return [worker for worker in self.pool.workers if worker not in self._late]
 
     def _send(self, ticket: Ticket, workers: Sequence[Worker[Sampler]]) -> tuple[Failed, Staging]:
         """Send the ticket's version to `workers`; returns who did not get it, and why, and who is late."""
@@ -171,7 +171,7 @@ class WeightPublisher:
                 for ticket in tickets:
                     (asked.pop() if asked else worker.ask(Sampler.stage, ticket, self.timeout_s)).result(limit_s)
                     worker.ask(Sampler.commit, ticket.version).result(limit_s)
-                    self.reached(worker, ticket.version)
+                    self.pool.reached(worker, ticket.version)
                     held, failures = ticket.version, 0
             except PublishError:  # newer versions may have replaced it on its way
                 failures += 1

@@ -126,19 +126,17 @@ class Place:
         self._player = self._make_player()
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
-        # at max_lag = 0 who samples what may not depend on time
-        waits = self._colocated or config.loop.max_lag == 0 or config.publish.transport == "collective"
-        self.publisher = WeightPublisher(
-            self.ranks,
-            self.clock,
-            config.publish.timeout_s,
-            workers=lambda: self.pool.workers,
-            give_up=self.elastic.give_up,
-            reached=self.pool.reached,
-            bring=None if waits else self.elastic.bring,
-        )
         # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
+
+    @cached_property
+    def publisher(self) -> WeightPublisher:
+        config, elastic = self.config, self.elastic
+        # at max_lag = 0 who samples what may not depend on time
+        waits = self._colocated or config.loop.max_lag == 0 or config.publish.transport == "collective"
+        bring = None if waits else elastic.bring
+        timeout_s = config.publish.timeout_s
+        return WeightPublisher(self.ranks, self.clock, timeout_s, self.pool, elastic.give_up, bring)
 
     @cached_property
     def answers(self) -> RolloutPool | Episodes:
