@@ -80,6 +80,24 @@ def test_far_fetched_setting_gets_no_suggestion():
     assert message(None, "zzz.qqq=1") == "unknown setting zzz.qqq (command line)"
 
 
+def test_the_setting_that_was_replaced_says_what_to_write(toml):
+    path = toml("[prompts]\nshuffle = false\n")
+    told = r'prompts\.shuffle is no setting any more: true is .*"uniform".*false is "in-order" \(.*toml\)'
+    with pytest.raises(ConfigError, match=told):
+        load_config(path)
+    with pytest.raises(ConfigError, match=r"prompts\.shuffle is no setting any more.*command line"):
+        load_config(None, ["prompts.shuffle=true"])
+
+
+def test_a_selection_that_does_not_exist(toml):
+    told = r"prompts\.select = 'signals' is none of 'uniform', 'in-order', 'signal', and names no 'file\.py:function'"
+    with pytest.raises(ConfigError, match=told):
+        load_config(None, ["prompts.select=signals"])
+    with pytest.raises(ConfigError, match=r"prompts\.select: expected text; got true"):
+        load_config(toml("[prompts]\nselect = true\n"))
+    assert load_config(None, ["prompts.select=mine.py:choose"]).prompts.select == "mine.py:choose"
+
+
 def test_section_is_not_a_setting(toml):
     assert "learner is a section, not a setting" in message(None, "learner=3")
     assert "unknown setting lerner; did you mean learner?" in message(toml("[lerner]\n"))
@@ -256,11 +274,13 @@ def test_rooted_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / name).touch()
     words = ["model.path=model", "model.tokenizer=./words", "prompts.source=train.jsonl"]
     words += ["prompts.eval_source=~/eval.jsonl", "run.dir=runs/1", "reward.function=scores:score"]
+    words += ["prompts.select=scores:next"]
     words += ['buffer.filters=["~/f.py:keep", "d/f.py:keep", "json:keep", "a.b:keep", "scores:keep"]']
     config = rooted(load_config(None, words))
     assert (config.model.path, config.model.tokenizer) == (f"{tmp_path}/model", f"{tmp_path}/words")
     assert config.prompts.source == f"{tmp_path}/train.jsonl"
     assert config.prompts.eval_source == f"{tmp_path}/eval.jsonl"
+    assert config.prompts.select == f"{tmp_path}/scores.py:next"
     assert config.run.dir == f"{tmp_path}/runs/1"
     assert config.reward.function == f"{tmp_path}/scores.py:score"
     files = [f"{tmp_path}/{name}" for name in ("f.py:keep", "d/f.py:keep")]

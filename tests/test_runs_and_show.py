@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -129,6 +130,7 @@ def test_show_has_settings_accounts_restarts_and_rows(runs: Path):
     shown = headrace("show", runs / "resumed").output
     assert "recovery.every_steps=1" in shown
     assert "checkpoints  of step 4, step 3" in shown
+    assert re.search(r"prompts +\d+ solved, \d+ learning, \d+ unsolved, \d+ not yet seen", shown)
     with Ledger.open(runs / "resumed") as ledger:
         (restart,), books, rows = ledger.restarts(), ledger.totals(), ledger.rows()
     assert f"step {restart.checkpoint}" in shown

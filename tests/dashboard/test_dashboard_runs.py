@@ -77,6 +77,9 @@ def test_a_run_that_could_not_go_on_says_why(workshop: Workshop):
     told = dict(Site(workshop.directory).run("dull").history().facts)
     assert told["because"] == str(stopped.value)
     assert told["state"].startswith("stopped after step 0 of 3")
+    solved, *_, unseen = told["prompts"].split(", ")
+    assert told["prompts"] == f"{solved}, 0 learning, 0 unsolved, {unseen}", "a reward that is always 0.5"
+    assert int(solved.split()[0]) + int(unseen.split()[0]) == 46
 
 
 def test_restarts_and_skipped_steps_are_told(real_run: Path, tmp_path: Path):
