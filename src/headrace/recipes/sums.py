@@ -9,20 +9,17 @@ from typing import Any
 
 from headrace.types import Completion
 
-QUESTION = "Add these numbers: {numbers}. Add one number at a time and write down each partial sum. End with: Answer: N"
-ANSWER = re.compile(r"answer(?: is)?\W*(-?\d[\d,]*)", re.IGNORECASE)
-
 
 def problems(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Two to four numbers of one to three digits."""
+    """Two to four numbers of one or two digits."""
     rng = random.Random(seed)
     for _ in range(count):
-        numbers = [rng.randrange(1, 10 ** rng.randint(1, 3)) for _ in range(rng.randint(2, 4))]
-        yield {"prompt": QUESTION.format(numbers=", ".join(map(str, numbers))), "numbers": numbers}
+        numbers = [rng.randrange(1, 10 ** rng.randint(1, 2)) for _ in range(rng.randint(2, 4))]
+        question = f"What is {' + '.join(map(str, numbers))}? Work it out step by step."
+        yield {"prompt": question, "sum": sum(numbers)}
 
 
-def score(completion: Completion) -> dict[str, float]:
-    """One for the right sum in the right place, and a little for a number in that place."""
-    found = ANSWER.findall(completion.text)
-    right = bool(found) and int(found[-1].replace(",", "")) == sum(completion.fields["numbers"])
-    return {"right": float(right), "form": 0.1 * bool(found)}
+def score(completion: Completion) -> float:
+    """One if the last number is the sum."""
+    found = re.findall(r"\d+", completion.text.replace(",", ""))
+    return float(bool(found) and found[-1] == str(completion.fields["sum"]))
