@@ -2,8 +2,8 @@
 
 import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -33,38 +33,31 @@ Best = Annotated[bool, Option("--best", help="the weights with the best held-out
 def train(settings: Settings = None, quiet: Quiet = False) -> None:
     """Train. Without arguments: the demo, a small model that learns arithmetic in a few minutes on a CPU."""
     config = settings_from(settings)  # what is wrong with them is said before torch is loaded
-    with _display(quiet) as display:
-        _concluded(display, headrace.train(config, display))
+    _watched(quiet, lambda display: headrace.train(config, display))
 
 
 @app.command()
 def resume(run: RunDir, changes: Overrides = None, quiet: Quiet = False) -> None:
     """Go on with a run that was interrupted, killed, or stopped by an error; or with more loop.steps."""
-    with _display(quiet) as display:
-        _concluded(display, headrace.resume(run, display, changes or ()))
+    _watched(quiet, lambda display: headrace.resume(run, display, changes or ()))
 
 
-@contextmanager
-def _display(quiet: bool) -> Iterator[LiveDisplay]:
-    """What shows a run. Ctrl-C outside of training, in the warm start say, ends it without a summary."""
+def _watched(quiet: bool, train: Callable[[LiveDisplay], dict[str, Any]]) -> None:
+    """Show how a run goes, and how it went. An interrupted one ends the command with 130, as Ctrl-C does.
+
+    Ctrl-C outside of training, in the warm start say, ends it without a summary.
+    """
     prepare_process()
-    with closing(LiveDisplay(Console(quiet=quiet))) as display:
-        try:
-            yield display
-        except KeyboardInterrupt:
-            begun = display.run_dir is not None and (display.run_dir / FILE_NAME).exists()
-            told = f"`headrace resume {display.run_dir}` goes on" if begun else "there was no checkpoint yet"
-            print(f"interrupted; {told}", file=sys.stderr)
-            raise Exit(130) from None
-
-
-def _concluded(display: LiveDisplay, summary: dict[str, Any]) -> None:
-    """Show how the run went; an interrupted one ends the command with 130, as Ctrl-C does."""
-    write_plot(summary)
-    display.summary(summary)
-    if not summary["finished"]:
-        print(f"interrupted; `headrace resume {summary['run_dir']}` goes on", file=sys.stderr)
-        raise Exit(130)
+    with closing(LiveDisplay(Console(quiet=quiet))) as display, suppress(KeyboardInterrupt):
+        summary = train(display)
+        write_plot(summary)
+        display.summary(summary)
+        if summary["finished"]:
+            return
+    begun = display.run_dir is not None and (display.run_dir / FILE_NAME).exists()
+    told = f"`headrace resume {display.run_dir}` goes on" if begun else "there was no checkpoint yet"
+    print(f"interrupted; {told}", file=sys.stderr)
+    raise Exit(130)
 
 
 @app.command("eval")
