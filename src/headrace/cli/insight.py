@@ -258,7 +258,7 @@ def _gpus(text: str, default: str | None = None) -> tuple[int, str]:
 
 def _tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(for_programs, indent=1, default=to_jsonable_python))
+        print(json.dumps(to_jsonable_python(for_programs, fallback=vars), indent=1))
     else:
         Paper().report(report)
 

@@ -17,7 +17,7 @@ import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -55,28 +55,19 @@ _HELD = (("in_flight", "trajectories"), ("in_flight", "tokens"), ("buffered", "t
 _STEP_NUMBERS = ("reward_mean", "lag_mean", "trained_tokens", "generated_tokens", "num_groups", "loss", "grad_norm")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """A distribution in a few numbers."""
 
-    count: int
-    mean: float
-    cv: float  # standard deviation over mean
-    p50: float
-    p95: float
-    p99: float
-    max: float
+    def __init__(self, values: Numbers) -> None:
+        self.count, self.mean, self.max = len(values), float(values.mean()), float(values.max())
+        self.cv = float(values.std()) / self.mean if self.mean else 0.0  # standard deviation over mean
+        self.p50, self.p95, self.p99 = np.quantile(values, (0.5, 0.95, 0.99)).tolist()
 
     @classmethod
     def of(cls, values: Numbers) -> "Spread | None":
         """Of those that are known; None if none is."""
         known = values[np.isfinite(values)]
-        if not len(known):
-            return None
-        mean = float(known.mean())
-        p50, p95, p99 = (float(value) for value in np.quantile(known, (0.5, 0.95, 0.99)))
-        cv = float(known.std()) / mean if mean else 0.0
-        return cls(count=len(known), mean=mean, cv=cv, p50=p50, p95=p95, p99=p99, max=float(known.max()))
+        return cls(known) if len(known) else None
 
 
 class Occupancy:
