@@ -163,7 +163,7 @@ def _row(row: Row) -> dict[str, str]:
 
 def _accounts(books: Books, newest: Mapping[str, str] | None = None) -> Table:
     """With `newest`, the newest trajectory of each account has a column."""
-    everything = shown.Account(state="generated", amount=books.generated)
+    everything = shown.Account("generated", books.generated)
     rows = [account.row(books.generated) for account in (everything, *shown.accounts(books))]
     columns = [*shown.ACCOUNT_COLUMNS]
     if newest is not None:

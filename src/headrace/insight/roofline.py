@@ -185,16 +185,13 @@ class Roofline:
 
     def payload_bytes(self, transfer: Transfer) -> float:
         model, number_bytes = self.model, transfer.wire_bytes or self.device.number_bytes
-        match transfer.encoding:
-            case WireFormat.FULL:
-                return number_bytes * model.num_params
-            case WireFormat.DELTA:
-                return CHANGED_BYTES * transfer.changed_share * model.num_params
-            case WireFormat.ADAPTER:
-                query_and_output = 2 * (model.hidden_size + model.attention_size)
-                key_and_value = 2 * model.hidden_size + model.kv_size
-                size = model.num_layers * (query_and_output + key_and_value)
-                return number_bytes * transfer.adapter_rank * size
+        if transfer.encoding is WireFormat.FULL:
+            return number_bytes * model.num_params
+        if transfer.encoding is WireFormat.DELTA:
+            return CHANGED_BYTES * transfer.changed_share * model.num_params
+        query_and_output = 2 * (model.hidden_size + model.attention_size)
+        key_and_value = 2 * model.hidden_size + model.kv_size
+        return number_bytes * transfer.adapter_rank * model.num_layers * (query_and_output + key_and_value)
 
     def sync_times(self, transfer: Transfer) -> SyncTimes:
         """The four operations of one new version, at the datasheet's speeds."""

@@ -6,7 +6,7 @@ import math
 import re
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -45,21 +45,16 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Where some of the generated tokens went; `reason` is that of a drop."""
+    """Where some of the generated tokens went; `reason` is that of a drop.
 
-    state: str  # trained, dropped, buffered or in flight; generated for all of them together
-    amount: Amount
-    reason: str | None = None
+    `state` is trained, dropped, buffered or in flight; generated for all of them together.
+    """
 
-    @property
-    def name(self) -> str:
-        return f"dropped: {self.reason}" if self.reason else self.state
-
-    @property
-    def explanation(self) -> str:
-        return why_dropped(self.reason) if self.reason else ACCOUNT_WORDS[self.state]
+    def __init__(self, state: str, amount: Amount, reason: str | None = None) -> None:
+        self.state, self.amount, self.reason = state, amount, reason
+        self.name = f"dropped: {reason}" if reason else state
+        self.explanation = why_dropped(reason) if reason else ACCOUNT_WORDS.get(state, "")
 
     def row(self, generated: Amount) -> tuple[str, ...]:
         tokens, answers = self.amount.tokens, self.amount.trajectories
@@ -243,10 +238,10 @@ def accounts(books: Books) -> list[Account]:
     """All but what was generated: trained, then drops from the largest, then what is under way."""
     dropped = sorted(books.dropped.items(), key=lambda item: -item[1].tokens)
     return [
-        Account(state="trained", amount=books.trained),
-        *(Account(state="dropped", reason=reason, amount=amount) for reason, amount in dropped),
-        Account(state="buffered", amount=books.buffered),
-        Account(state="in flight", amount=books.in_flight),
+        Account("trained", books.trained),
+        *(Account("dropped", amount, reason) for reason, amount in dropped),
+        Account("buffered", books.buffered),
+        Account("in flight", books.in_flight),
     ]
 
 
@@ -352,11 +347,10 @@ def tokens(whole: Trajectory, texts: TokenTexts | None, start: int = 0, num: int
     words = (texts.pieces(wanted) if texts else [str(id) for id in wanted])[behind:]
     version_of = {place: s.version for s in whole.spans for place in range(s.start, s.end)}
     for place in range(start, stop):
-        token = Token(position=place, id=ids[place], text=words[place - start])
+        sampled: dict[str, Any] = {}
         if whole.sampled[place]:
-            logprob = float(whole.logprobs[place])
-            token = replace(token, logprob=logprob, version=version_of.get(place))
-        yield token
+            sampled = {"logprob": float(whole.logprobs[place]), "version": version_of.get(place)}
+        yield Token(position=place, id=ids[place], text=words[place - start], **sampled)
 
 
 def _unknown(connection: sqlite3.Connection, run_dir: Path, id: str) -> str:
