@@ -281,21 +281,17 @@ def _braille(lifted: Sequence[int]) -> list[str]:
 
 
 def write_plot(summary: Mapping[str, Any]) -> None:
-    """The curve as an SVG file. Without room for it, a run that went well is none the worse."""
-    run_dir = Path(summary["run_dir"])
+    """The curve as an SVG file. Without room for it, a run that went well is none the worse.
+
+    Mean rewards are a line; held-out scores are dots, before the first step and after the last too.
+    """
+    run_dir, before, after = Path(summary["run_dir"]), summary["score_before"], summary["score_after"]
     with Ledger.open(run_dir) as ledger:
         rows = ledger.rows()
-    drawn = reward_svg(f"{run_dir.name}, {len(rows)} steps", rows, summary["score_before"], summary["score_after"])
-    with suppress(OSError):
-        (run_dir / PLOT).write_text(drawn)
-
-
-def reward_svg(title: str, rows: Sequence[Row], before: float | None, after: float | None) -> str:
-    """Mean rewards as a line; held-out scores as dots, `before` the first step and `after` the last too."""
     last = max((row.step for row in rows), default=1)
     curve = [(row.step, row.reward_mean) for row in rows]
-    held_out = [(row.step, row.score) for row in rows if row.score is not None]
-    held_out += [(step, score) for step, score in ((0, before), (last, after)) if score is not None]
+    scores = [(0, before), *((row.step, row.score) for row in rows), (last, after)]
+    held_out = [(step, score) for step, score in scores if score is not None]
     values = [value for _, value in (*curve, *held_out)] or [0.0]
     low, high = min(0.0, *values), max(1e-9, *values)
     high = 1.0 if 0.5 < high <= 1 else high
@@ -308,4 +304,6 @@ def reward_svg(title: str, rows: Sequence[Row], before: float | None, after: flo
     labels = {f"value{i}": f"{low + i / 4 * (high - low):.2f}" for i in range(5)}
     labels |= {f"step{i}": f"{i / 4 * last:.0f}" for i in range(5)}
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in curve))
-    return PICTURE.substitute(labels, title=escape(title), points=points, dots="".join(dots))
+    title = escape(f"{run_dir.name}, {len(rows)} steps")
+    with suppress(OSError):
+        (run_dir / PLOT).write_text(PICTURE.substitute(labels, title=title, points=points, dots="".join(dots)))

@@ -8,7 +8,7 @@ from headrace.insight.reading import Reading
 from headrace.insight.roofline import MemoryBill
 from headrace.insight.scenario import Layout
 from headrace.insight.simulator import Simulated
-from headrace.insight.triage import ADVICE, SYMBOLS, Bottleneck, Triage, TypedTriage, advice_for, others_that_fit
+from headrace.insight.triage import ADVICE, SYMBOLS, Advice, Triage, TypedTriage, advice_for, others_that_fit
 from headrace.insight.workload import Machine, Workload
 from headrace.measured import STAGES
 from headrace.runs.report import Report, Section, Table, count, percent, seconds
@@ -20,17 +20,14 @@ NO_MOVES = "No change that can be worked out brings 2% or more."
 _GAIN = 1.05  # by which one must be quicker to be worth more lag
 
 
-def _sign(bottleneck: Bottleneck) -> str:
-    return f"{bottleneck}: {ADVICE[bottleneck].sign}."
-
-
-def _in_general(bottleneck: Bottleneck, moves: Sequence[str]) -> str:
-    return f"Against {bottleneck} in general: {'; '.join(moves)}."
+def _told(bottleneck: str, advice: Advice) -> tuple[str, str]:
+    """What a bottleneck looks like, and what helps against it in general."""
+    return f"{bottleneck}: {advice.sign}.", f"Against {bottleneck} in general: {'; '.join(advice.moves)}."
 
 
 def triage_report(found: Triage | TypedTriage) -> Report:
     """What holds a run, or a step of five stage times, back, and what to change first."""
-    signs, basis, advice = [_sign(found.bottleneck)], list[str](), ADVICE[found.bottleneck]
+    signs, basis, advice = list[str](), list[str](), ADVICE[found.bottleneck]
     if isinstance(found, TypedTriage):
         now_s, marks = found.step_s[found.placement], {found.placement: "  <"}
         steps = [(str(one), f"{seconds(step_s, 4)}{marks.get(one, '')}") for one, step_s in found.step_s.items()]
@@ -55,8 +52,8 @@ def triage_report(found: Triage | TypedTriage) -> Report:
             Section(title="stage times", tables=(_stage_table(reading),)),
             Section(title="losses and health", sentences=(*_losses(reading), *_health(reading))),
         ]
-    held_up = Section(title="the bottleneck", sentences=tuple(signs))
-    general = [_in_general(found.bottleneck, advice.moves)] if advice.moves else []
+    sign, general = _told(found.bottleneck, advice)
+    held_up = Section(title="the bottleneck", sentences=(sign, *signs))
     columns, rows = ("change", "a step takes", "goodput"), [("as it is", seconds(now_s), "1.00x")]
     for move in found.moves:
         text = f"{move.text}: {' '.join(move.settings)}" if move.settings else move.text
@@ -64,7 +61,7 @@ def triage_report(found: Triage | TypedTriage) -> Report:
     moves = Section(
         title="what to change, the best first",
         tables=(Table(columns=columns, rows=rows, numeric={1, 2}),) if found.moves else (),
-        sentences=(*(() if found.moves else (NO_MOVES,)), *general, *basis),
+        sentences=(*([] if found.moves else [NO_MOVES]), *([general] if advice.moves else []), *basis),
     )
     return Report(title=title, sections=(held_up, moves, *more))
 
@@ -119,7 +116,7 @@ def plan_report(question: Question, found: Sequence[LayoutPlan]) -> Report:
     """The layout to take, what it comes to, and who else was made for such a workload."""
     best, lengths, samples = found[0], question.lengths, question.num_samples
     others = others_that_fit(best.bottleneck, question.model.num_params, may_lag=question.max_lag > 0)
-    held_up = (_sign(best.bottleneck), _in_general(best.bottleneck, ADVICE[best.bottleneck].moves))
+    held_up = _told(best.bottleneck, ADVICE[best.bottleneck])
     stages = [(f"{name} ({SYMBOLS[name]})", f"{getattr(best.times, name):,.3g}") for name in STAGES]
     times = Table(columns=("stage", "seconds a step"), rows=stages, numeric={1})
     systems = ((other.name, f"{other.fits}. But {other.mind}.") for other in others[:OTHERS_SHOWN])

@@ -8,11 +8,10 @@ show all that was booked up to the last row; only what was thrown away after it 
 import json
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from headrace.ledger.database import FILE_NAME, SCHEMA, explain
 from headrace.ledger.files import SUMMARY
@@ -38,7 +37,9 @@ def audit(run_dir: Path, *, finished: bool | None = None) -> list[str]:
             problems += _unreadable(connection)
             for sentence, query in re.findall(r"-- (.+)\n([^;]+);", _CHECKS):
                 found = connection.execute(f"{_SUMS}\n{query}", {"finished": finished})
-                problems += _sentences(sentence, found)
+                problems += [sentence.format(*values) for values in islice(found, _SHOWN)]
+                if num_more := sum(1 for _ in found):
+                    problems.append(f"... and {num_more} more such")
         except sqlite3.DatabaseError as error:
             problems.append(str(explain(error, run_dir / FILE_NAME)))
     return problems
@@ -71,15 +72,6 @@ def _says_finished(run_dir: Path) -> tuple[bool, list[str]]:
         return False, []
     except (ValueError, AttributeError) as error:
         return False, [f"{SUMMARY} cannot be read: {error}"]
-
-
-def _sentences(sentence: str, findings: Iterable[tuple[Any, ...]]) -> Iterator[str]:
-    """The first few findings in words, and how many more there are."""
-    findings = iter(findings)
-    for values in islice(findings, _SHOWN):
-        yield sentence.format(*values)
-    if num_more := sum(1 for _ in findings):
-        yield f"... and {num_more} more such"
 
 
 def _unreadable(connection: sqlite3.Connection) -> Iterator[str]:
