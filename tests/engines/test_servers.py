@@ -368,6 +368,7 @@ def test_no_other_user_can_ask_the_server(engine: ServerEngine, which: str):
 def test_a_run_trains_with_it_and_its_books_balance(which: str, tmp_path: Path):
     overrides = [f"rollout.engine={which}", f"rollout.command={command(which)}", "warmstart.steps=30", "loop.steps=4"]
     overrides += ["loop.max_lag=1", "loop.groups_per_step=4", "prompts.eval_count=16", f"run.dir={tmp_path / 'run'}"]
+    overrides += ["loop.eval_temperature=0"]  # SGLang follows no seed
     before = set(Path("/dev/shm").glob("headrace-*"))  # of the tests above
     summary = headrace.train(load_config(DEMO, overrides))
     assert summary["finished"] is True
@@ -376,7 +377,7 @@ def test_a_run_trains_with_it_and_its_books_balance(which: str, tmp_path: Path):
     assert audit(tmp_path / "run") == []
     with Ledger.open(tmp_path / "run") as ledger:
         assert max(row.mismatch_mean for row in ledger.rows() if not row.lag_max) < 1e-5
-    assert headrace.evaluate_run(tmp_path / "run") == pytest.approx(summary["score_after"])
+    assert headrace.evaluate_run(tmp_path / "run") == summary["score_after"]
     deadline = time.monotonic() + 20
     while set(Path("/dev/shm").glob("headrace-*")) - before:
         assert time.monotonic() < deadline
