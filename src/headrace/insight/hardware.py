@@ -171,7 +171,7 @@ def sized_shape(text: str) -> ModelShape:
     alike = [shape for shape in SHAPES if bool(shape.num_experts) == bool(active)]
     near = min(alike, key=lambda shape: abs(math.log(shape.num_params / num_params)))
     factor = (num_params / near.num_params) ** (1 / 3)  # weights go with depth x width²
-    if abs(math.log(num_params / near.num_params)) < 0.1:  # the name is rounded: Qwen2.5-7B has 7.62B
+    if abs(math.log(num_params / near.num_params)) < 0.1:  # names are rounded: Qwen2.5-7B has 7.62B
         factor = 1.0
     stretched = ("num_layers", "hidden_size", "attention_size")
     sizes: dict[str, Any] = {name: max(1, round(getattr(near, name) * factor)) for name in stretched}

@@ -280,7 +280,7 @@ class LayoutPlan:
         run, parts = chosen.simulated()
         per_hour = question.device.dollars_per_hour * question.num_devices
         self.layout, self.max_lag = split, chosen.max_lag
-        self.times, self.step_s = run.stage_s, run.step_s  # seconds that each stage is busy in a step
+        self.times, self.step_s = run.stage_s, run.step_s  # seconds of each stage in a step
         self.bottleneck = chosen.bottleneck(run)
         self.goodput = run.goodput * parts * question.useful  # trained tokens per second
         self.dollars_per_million = dollars_per_million_tokens(self.goodput, per_hour)  # trained tokens

@@ -257,7 +257,7 @@ def _number(value: float) -> str:
 
 
 def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
-    """Write a run's timeline, also of one that goes on; returns the file and its number of events."""
+    """Write a run's timeline, also of one that goes on; returns the file and how many events."""
     path = out or run_dir / TRACE_FILE
     if path.is_dir():
         raise RunError(f"cannot write {path}: it is a directory; name a file with --out")

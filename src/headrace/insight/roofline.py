@@ -34,7 +34,7 @@ from headrace.insight.hardware import Accelerator, ModelShape
 TRAINING_BYTES_PER_PARAM = 16
 USABLE_SHARE = 0.9  # of a device's memory: the rest is for buffers, fragments and the driver
 CHANGED_SHARE = 0.02  # of bfloat16 weights in a step, as others found at learning rates near 3e-6
-CHANGED_BYTES = 2.1  # of a changed weight, with its place: 2.0 where 4% changed, 2.1 at 2%, 2.25 at 1%
+CHANGED_BYTES = 2.1  # of a changed weight and its place: 2.0 where 4% changed, 2.1 at 2%, 2.25 at 1%
 BUCKET_BYTES = 512e6
 SENDERS = 8  # of the learner's devices, at most
 LAYER_NUMBERS = 17

@@ -30,7 +30,7 @@ from headrace.types import DropReason, FinishReason
 
 _ROUNDS = 8
 EPISODES_READ = 256
-ROW_TOKENS = 2 / 3  # of training cost as much as a decoded row: a third of the work, half as efficient
+ROW_TOKENS = 2 / 3  # of training cost as much as a decoded row: a third of its work, half as fast
 PASS_STEPS = 5  # decode steps cost about as much as a pass of the learner, before its tokens
 DEFAULT_PROMPT_TOKENS = 512.0
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
@@ -172,7 +172,7 @@ def _machine(
 
 def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) -> Numbers:
     """A worker's seconds for each answer, without the wait for one; 0 if the verdict was known."""
-    free_s, found = [0.0] * num_workers, np.full(len(finished_s), np.nan)  # first come, first served
+    free_s, found = [0.0] * num_workers, np.full(len(finished_s), np.nan)  # first come first
     for i in np.argsort(finished_s, kind="stable"):
         if np.isnan(scored_s[i]):
             continue
@@ -186,7 +186,7 @@ def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) ->
 def decode_speed(
     running: Intervals, num_tokens: Numbers, elsewhere: Intervals, like_row_s: float = 0.0
 ) -> tuple[float, float]:
-    """Seconds of a decode step and of each row in it; `like_row_s` is what a row takes by expectation.
+    """Seconds of a decode step and of each row in it; `like_row_s` is what is expected of a row.
 
     `running` is when each answer ran, `elsewhere` when the device did something else.
     """

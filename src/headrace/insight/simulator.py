@@ -246,7 +246,7 @@ class _Simulation:
 
     def _group(self, group: _UnderWay) -> Group:
         """The record that the buffer knows. Of an answer's spans it asks for the oldest alone."""
-        if max(group.lengths) > len(self._blank[0]):  # all answers share these: nobody looks at them
+        if max(group.lengths) > len(self._blank[0]):  # shared by all answers: nobody reads them
             size = 2 * max(group.lengths)
             self._blank = np.zeros(size, np.int32), np.ones(size, np.bool_), np.zeros(size, np.float32)
         token_ids, sampled, logprobs = self._blank

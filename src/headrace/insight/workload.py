@@ -148,7 +148,7 @@ class Machine:
     batchwise: bool = False
     straggler_share: float = 0.0  # of the workers
     straggler_factor: float = 1.0  # that those are slower by
-    worker_mtbf_s: float = math.inf  # mean time between a worker's failures; its answers start again
+    worker_mtbf_s: float = math.inf  # mean time between a worker's failures
     repair_s: float = 0.0  # until it is back
 
     def __post_init__(self) -> None:

@@ -101,7 +101,7 @@ class Blocks:
     def of(
         cls, parts: Iterable[tuple[int, int, int]], tokens: int, device: torch.device, tree: Tree | None = None
     ) -> "Blocks":
-        """Blocks of packed parts (from which position, to which, source), with `tokens` per block."""
+        """Blocks of packed parts (from position, to position, source), with `tokens` per block."""
         rows, first = [], 0
         for start, end, source in parts:
             at = np.arange(start, end, tokens)
@@ -159,7 +159,7 @@ def block_attention(
 def attention_gradient(
     grad_THD: Tensor, saved: Sequence[Tensor], blocks: Blocks, *, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, which are `saved` with the results of `block_attention`.
+    """Gradients of queries, keys and values, `saved` with the results of `block_attention`.
 
     `blocks` are of QUERIES tokens, of whole sequences.
     """

@@ -61,7 +61,7 @@ def truncated(logits_nV: Tensor, temperatures_n: Tensor, top_k_n: Tensor, top_p_
 def _in_two_passes(
     second: Any, logits: Tensor, given_n: Tensor, dtype: torch.dtype, temperatures: Tensor, **sizes: int
 ) -> tuple[Tensor, Tensor]:
-    """What the `second` pass finds for each row and its given number: in `dtype`, and in float32."""
+    """What the `second` pass finds for each row and its given number: in `dtype` and float32."""
     n, vocab = logits.shape
     num_blocks = triton.cdiv(vocab, BLOCK)
     peaks = torch.empty(n, num_blocks, dtype=torch.float32, device=logits.device)

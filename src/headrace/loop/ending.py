@@ -59,7 +59,7 @@ class Ending:
             self.state = State.FAILED
 
     def row(self, row: Row) -> None:
-        """Note a step: it may be the last that is needed, or have the best held-out score so far."""
+        """Note a step: it may be the last that is needed, or have the best score so far."""
         latest, target, patience = self._rewards, self._section.target_reward, self._section.eval_patience
         latest.append(row.reward_mean)
         if row.score is not None:

@@ -89,7 +89,7 @@ class Watchdog:
         task.cancel()
 
     def _watch_event_loop(self, events: asyncio.AbstractEventLoop) -> None:
-        """In a thread of its own: tell the user, once, when the event loop is blocked for too long."""
+        """In a thread of its own: tell the user, once, that the event loop is blocked."""
         while not self._over.wait(self._pause_s):
             if time.monotonic() - self._looked_s > self.limit_s:
                 write_stacks(self.run_dir / STACKS, events)

@@ -104,7 +104,7 @@ class RolloutWorker:
         under_way = None
         if self._asked_under_way:
             self._asked_under_way = False
-            under_way = await self._device.run(self.actor.under_way)  # what finished is told already
+            under_way = await self._device.run(self.actor.under_way)  # what finished is told
         begun, self._begun = tuple(self._begun), []
         finished, self._finished = tuple(self._finished), []
         notes = tuple(self.engine.notes)

@@ -1,4 +1,4 @@
-"""The number of CPU threads that torch computes with: the one that a short measurement finds fastest.
+"""The number of CPU threads that torch computes with: the one that a short measurement finds best.
 
 The threads of one operation wait for each other. Alone on its cores a model is faster with all of
 them. When another process takes a core, every operation waits for the thread that has to share it,

@@ -42,7 +42,7 @@ class Selection:
 
     def __init__(self, spec: str, num: int, known: Callable[[], Iterable[Known]], order: Order) -> None:
         self._spec, self._num, self._order = spec, num, order
-        self._turn = -np.argsort(order(0))  # of equal ones: from the end, where exploring comes last
+        self._turn = -np.argsort(order(0))  # of equal ones: from the end, explored last
         self._standing = np.full(num, UNSEEN)
         self._guess = np.full(SOLVED + 1, 0.5)
         self._groups, self._differed = np.zeros((2, SOLVED + 1))  # by the standing before them

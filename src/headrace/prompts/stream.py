@@ -149,7 +149,7 @@ class PromptStream:
         return self._prompt(int(self._train[position]))
 
     def heed(self, outcomes: Callable[[Iterable[int]], Outcomes]) -> None:
-        """Let the next draws depend on the groups that are over; `outcomes(serials)` tells of them."""
+        """Let the next draws depend on groups that are over; `outcomes(serials)` tells of them."""
         if self._selection is not None:
             self._selection.heed(outcomes(self._selection.awaited))
 

@@ -122,7 +122,7 @@ class CollectiveSender:
         return Ticket(self._staged[version].manifest, self._meeting)
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """Pass every chunk to the first receiver. After a failure, the next ticket has a new chain."""
+        """Pass every chunk to the first receiver. After a failure the next ticket has a new one."""
         if ticket.where != self._meeting:
             raise PublishError(f"version {ticket.version}: the ticket is void, since other receivers are expected now")
         if not self._meeting.num_receivers:

@@ -170,7 +170,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def call(function: Callable[..., Any], arguments: str | Mapping[str, Any]) -> Any:
-    """What the function returns for arguments, or JSON text. Wrong ones raise ToolArgumentsError."""
+    """What the function returns for arguments, or JSON text. Wrong ones raise."""
     name, model = function.__name__, _arguments_of(function)
     try:
         checked = model.model_validate(json.loads(arguments or "{}") if isinstance(arguments, str) else arguments)

@@ -99,7 +99,7 @@ class Setup:
         section, _, kind = self.setting.partition(".")
         if section == "buffer":
             return filter_function(self.function)
-        if section == "episode":  # loaded here: what it needs takes longer to load than all the rest
+        if section == "episode":  # loaded here: what it needs takes long to load
             return getattr(import_module(f"headrace.reward.{kind}"), f"{kind}_function")(self.function)  # type: ignore[no-any-return]
         if not self.pickled:
             return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)

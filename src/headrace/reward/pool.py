@@ -98,7 +98,7 @@ class JudgeProcess:
                 )
             undo.pop_all()
         self.printed = Printed(*filter(None, (self.process.stdout, self.process.stderr)))
-        self._said: str | None = None  # by the call whose verdicts come in; None: it is not read yet
+        self._said: str | None = None  # by the call whose verdicts come in; None: not read yet
         self._socket.setblocking(False)
         self._listening = asyncio.create_task(self._listen())
 

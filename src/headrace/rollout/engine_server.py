@@ -325,7 +325,7 @@ class ServerEngine:
         """In a thread: send a request, and pass on what comes."""
         request, sampling = asked.row.request, asked.row.request.sampling
         try:
-            if self._asked.get(request.id) is not asked:  # its server was replaced before it was sent
+            if self._asked.get(request.id) is not asked:  # its server was replaced before
                 return
             if asked.aborted:
                 self._events.put(partial(self._hear, asked, Part([], [], finish=FinishReason.ABORT)))

@@ -25,7 +25,7 @@ class SglangEngine(ServerEngine):
             free.bind((HOST, 0))
             port = int(free.getsockname()[1])
         key, settings = secrets.token_hex(16), directory / "server.yaml"
-        settings.write_text(f'api-key: "{key}"\n')  # a flag could be read by every user of the machine
+        settings.write_text(f'api-key: "{key}"\n')  # every user of the machine can read flags
         running, context = self.section.max_running, self.max_context + SPARE
         flags = (
             f"--config {settings} --model-path {directory} --served-model-name policy --host {HOST} --port {port} "
@@ -34,7 +34,7 @@ class SglangEngine(ServerEngine):
             f"--weight-version {self.version} --skip-server-warmup --log-level warning"
         )
         env = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-        if self.section.on_update == "keep":  # else a token under way is counted as the next version's
+        if self.section.on_update == "keep":  # else a token under way counts as the next version's
             flags += " --disable-overlap-schedule"
         if not self.on_gpu:
             kv_tokens = max(context, min(running * context, 2**30 // kv_bytes_per_token(self.policy)))
@@ -52,7 +52,7 @@ class SglangEngine(ServerEngine):
             "input_ids": tokens.tolist(),
             "return_logprob": True,
             "return_sampling_mask": sampling.truncates,
-            "cache_salt": f"v{self.version}",  # else a prefix of old weights would serve new requests
+            "cache_salt": f"v{self.version}",  # else prefixes of old weights would serve it
             "sampling_params": self.sampling_params(sampling) | own,
         }
 

@@ -94,7 +94,7 @@ class RolloutPool:
             self._give(replace(order, indices=indices, samplings=samplings))
 
     def retire(self, worker: Worker[Sampler]) -> asyncio.Event:
-        """Give a worker no more orders. The event is set when it has none left: then `dismiss` it."""
+        """Give a worker no more orders. The event is set when it has none: then `dismiss` it."""
         member = self._members[worker]
         member.leaves = asyncio.Event()
         if not member.orders:
