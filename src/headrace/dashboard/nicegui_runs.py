@@ -1,6 +1,6 @@
 """Runs: a list of all, one with a view for each question about it, its answers, and several compared."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from nicegui import ui
 from headrace.config_file import changed, explain
 from headrace.dashboard import books, charts
 from headrace.dashboard import nicegui_elements as page
-from headrace.dashboard.books import EVERY, PAGE_COLUMNS, Answer, Page, Wanted, number
+from headrace.dashboard.books import EVERY, PAGE_COLUMNS, Page, Wanted, number
 from headrace.dashboard.charts import CARDS, Card, Drawn, Look, metric_curves
 from headrace.dashboard.site import LiveRun, Site, address
 from headrace.errors import HeadraceError, RunError
@@ -264,44 +264,36 @@ async def trajectory(site: Site, name: str) -> None:
     if not (id := page.query().get("id")):
         raise UnknownNameError("The address names no answer: it ends with trajectory?id=... of one.")
     read = await threads.io_bound(books.Answer, path, id, wanted)
+    found, here = read.found, partial(address, "run", name, "trajectory", **asdict(wanted))
+    links = {"← newer answer": read.newer, "older answer →": read.older}
+    links = {text: other and here(id=other) for text, other in links.items()}
+    if found.serial is not None:
+        links["all answers to this prompt"] = address("run", name, "group", serial=found.serial)
     with page.frame(f"Answer {id}", f"of run {name}"):
         page.run_views(name, "trajectories")
-        here = partial(address, "run", name, "trajectory", **asdict(wanted))
-        links = {"← newer answer": read.newer, "older answer →": read.older}
-        links = {text: id and here(id=id) for text, id in links.items()}
-        if read.found.serial is not None:
-            links["all answers to this prompt"] = address("run", name, "group", serial=read.found.serial)
         _links(links)
-        _answer(read, start, partial(here, id=id))
-
-
-def _answer(read: Answer, start: int, here: Any) -> None:
-    found, texts = read.found, read.texts
-    with page.card("What became of it"):
-        page.facts(show.trajectory_facts(found).items())
-    _prompt(read.prompt, read.fields)
-    if found.whole is None:
-        with page.card("Answer"):
-            page.message(show.why_no_tokens(found))
-        return
-    for title, text in show.said(found.whole).items():
-        with page.card(CARDS.get(title, title.capitalize())):
-            ui.label(printable(text)).classes("written")
-    num_tokens = len(found.whole.token_ids)
-    start = min(max(start, 0), max(num_tokens - 1, 0)) // TOKENS_SHOWN * TOKENS_SHOWN
-    shown = list(show.tokens(found.whole, texts, start, TOKENS_SHOWN))
-    with page.card(CARDS["answer_tokens"]):
-        if num_tokens > TOKENS_SHOWN:
-            pieces = []
-            for first in range(0, num_tokens, TOKENS_SHOWN):
-                last = min(first + TOKENS_SHOWN, num_tokens) - 1
-                pieces.append((f"{first}-{last}", here(start=first), first == start))
-            page.views(pieces)
-        if texts is None:
-            page.message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
-        cells = _in_reading_order(shown)
-    with page.card("The same as a table"):
-        page.Grid().show(page.Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
+        with page.card("What became of it"):
+            page.facts(show.trajectory_facts(found).items())
+        _prompt(read.prompt, read.fields)
+        if found.whole is None:
+            with page.card("Answer"):
+                page.message(show.why_no_tokens(found))
+            return
+        for title, text in show.said(found.whole).items():
+            with page.card(CARDS.get(title, title.capitalize())):
+                ui.label(printable(text)).classes("written")
+        num_tokens = len(found.whole.token_ids)
+        start = min(max(start, 0), max(num_tokens - 1, 0)) // TOKENS_SHOWN * TOKENS_SHOWN
+        with page.card(CARDS["answer_tokens"]):
+            if num_tokens > TOKENS_SHOWN:
+                firsts = range(0, num_tokens, TOKENS_SHOWN)
+                texts = {first: f"{first}-{min(first + TOKENS_SHOWN, num_tokens) - 1}" for first in firsts}
+                page.views((text, here(id=id, start=first), first == start) for first, text in texts.items())
+            if read.texts is None:
+                page.message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
+            cells = _in_reading_order(show.tokens(found.whole, read.texts, start, TOKENS_SHOWN))
+        with page.card("The same as a table"):
+            page.Grid().show(page.Listing.of(cells, numeric={0, 2, 3, 4, 5}, wide={2, 6}))
 
 
 def _prompt(text: str | None, fields: Mapping[str, str]) -> None:
@@ -335,7 +327,7 @@ async def group(site: Site, name: str) -> None:
                     ui.label(printable(text) if text is not None else "(text not kept)").classes("written")
 
 
-def _in_reading_order(shown: Sequence[show.Token]) -> list[dict[str, str]]:
+def _in_reading_order(shown: Iterable[show.Token]) -> list[dict[str, str]]:
     """The surer the policy was, the paler; what it did not write is grey. Returns the same for a table."""
     version, cells = None, []
     with ui.element("div").classes("tokens"):
