@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -87,7 +88,7 @@ class Chat:
         self._proven = False  # what comes after an answer does not depend on what came before it
         self._tails: dict[str, list[int]] = {}  # after answers of one shape
         self._calls = True
-        self._dialect: tuple[type, str | None] = (dict, "")
+        self._dialect: tuple[type, str | None]
         self._calls = self._find_dialect()
         prompt, chat = self._render([QUESTION]), self._render([QUESTION], generation=False)
         self._grammar = Grammar(tokenizer, source, prompt[_num_shared(prompt, chat) :])
@@ -121,15 +122,24 @@ class Chat:
         self, history: Messages, sampled: Sequence[int], answer: Message, new: Messages, tools: Tools
     ) -> list[int]:
         mark = _unused_character([*history, answer, *new], tools)
+        show = partial(self._render, tools=tools, mark=mark)
         stop = sampled[-1] if len(sampled) and sampled[-1] in self._stops else None
         end = "" if stop is None else self._stops[stop]
         said = self._decode(sampled if stop is None else sampled[:-1]) + end
-        forms, listed = self._forms([*history, answer, *new], mark), self._listed(tools, mark)
-        prompt, whole = self._text(forms[: len(history)], listed), self._text(forms, listed)
+        prompt, whole = show(history), show([*history, answer, *new])
         if whole.startswith(prompt + said):
             return self._encode_marked(whole[len(prompt + said) :], mark, after=end)
-        # It is shown in another way than it was sampled: what follows its end is the same.
-        at = self._end_of_answer(len(history), forms, listed, prompt, whole)
+        # It is shown in another way than it was sampled: what follows its end is the same,
+        # if the template shows the answer here as it does without a reply.
+        before, alone = show(history, generation=False), show([*history, answer], generation=False)
+        shared = _num_shared(prompt, whole)
+        if shared < len(before if prompt.startswith(before) else prompt):
+            raise self._rewrites("it changes text before the answer", new)
+        # a stop token that ends within what is shared belongs to the generation prompt
+        ends = (match for match in self._stop.finditer(whole, shared - self._longest) if match.end() > shared)
+        at = next((match.start() for match in ends), -1)
+        if at < 0 or alone[:at] != whole[:at]:
+            raise self._rewrites("it changes the answer", new)
         if stop is not None and not whole.startswith(end, at):
             raise self._rewrites(f"it does not end the answer with {end}, which was sampled", new)
         return self._encode_marked(whole[at + len(end) :], mark, after=end)
@@ -219,20 +229,6 @@ class Chat:
         found = self._stop.search(self._render([*history, answer, *after], tools), len(alone)) if after else None
         return said + (found[0] if found else "")
 
-    def _end_of_answer(self, num_before: int, forms: Sequence[Any], listed: Any, prompt: str, whole: str) -> int:
-        """Where the answer ends in `whole`, if the template shows it there as it does without a reply."""
-        before = self._text(forms[:num_before], listed, generation=False)
-        alone = self._text(forms[: num_before + 1], listed, generation=False)
-        shared = _num_shared(prompt, whole)
-        if shared < len(before if prompt.startswith(before) else prompt):
-            raise self._rewrites("it changes text before the answer", forms[num_before + 1 :])
-        # a stop token that ends within what is shared belongs to the generation prompt
-        ends = (match for match in self._stop.finditer(whole, shared - self._longest) if match.end() > shared)
-        found = next(ends, None)
-        if not found or alone[: found.start()] != whole[: found.start()]:
-            raise self._rewrites("it changes the answer", forms[num_before + 1 :])
-        return found.start()
-
     def _rewrites(self, why: str, new: Messages) -> ChatError:
         roles = " and ".join(dict.fromkeys(str(message["role"]) for message in new))
         return ChatError(f"the chat template of {self.model} rewrites history before a {roles} message: {why}")
@@ -240,37 +236,27 @@ class Chat:
     def _find_dialect(self) -> bool:
         """Whether the template can show tool calls, with arguments as a mapping or text, content as "" or None."""
         for self._dialect in product((dict, str), ("", None)):
-            try:
+            with suppress(ChatError):
                 text = self._render([QUESTION, ParsedAnswer(tool_calls=(CALL,)).message()], generation=False)
-            except ChatError:
-                continue
-            # neither mapping nor None is shown as Python prints it
-            if CALL.name in text and "probe value" in text and "'probe_key'" not in text and "None" not in text:
-                return True
-        self._dialect = (dict, "")
+                # neither mapping nor None is shown as Python prints it
+                if CALL.name in text and "probe value" in text and "'probe_key'" not in text and "None" not in text:
+                    return True
         return False
 
     def _render(self, messages: Messages, tools: Tools = None, *, mark: str = "", generation: bool = True) -> str:
-        return self._text(self._forms(messages, mark), self._listed(tools, mark), generation=generation)
-
-    def _text(self, forms: Sequence[Any], listed: Any, *, generation: bool = True) -> str:
+        if not self._calls and any(message.get("tool_calls") for message in messages):
+            raise ChatError(f"the chat template of {self.model} refuses these messages: it cannot show tool calls")
+        forms = [self._form(message, mark) for message in messages]
+        listed = _each_text(list(tools), self._inert, mark) if tools else None
         try:
             with nullcontext() if self._proven else time_limit(TEMPLATE_S):
                 text = self._tokenizer.apply_chat_template(
-                    list(forms), tools=listed, add_generation_prompt=generation, tokenize=False
+                    forms, tools=listed, add_generation_prompt=generation, tokenize=False
                 )
         except Exception as error:  # a template is a program, and fails in its own ways
             reason = str(error) or type(error).__name__
             raise ChatError(f"the chat template of {self.model} refuses these messages: {reason}") from error
         return str(text)
-
-    def _listed(self, tools: Tools, mark: str) -> Any:
-        return _each_text(list(tools), self._inert, mark) if tools else None
-
-    def _forms(self, messages: Messages, mark: str) -> list[Any]:
-        if not self._calls and any(message.get("tool_calls") for message in messages):
-            raise ChatError(f"the chat template of {self.model} refuses these messages: it cannot show tool calls")
-        return [self._form(message, mark) for message in messages]
 
     def _form(self, message: Message, mark: str) -> Any:
         """The message in the template's dialect; control tokens have `mark` behind their first character."""
@@ -325,10 +311,10 @@ def json_rule(name: str, schema: Any) -> str:
 def normal(message: Message) -> tuple[Any, ...]:
     """Equal for a message and what a client makes of it before it sends it back."""
     calls = [_function(call) for call in message.get("tool_calls") or ()]
-    arguments = [json.dumps(_arguments(call, dict), sort_keys=True, separators=(",", ":")) for call in calls]
+    written = partial(json.dumps, sort_keys=True, separators=(",", ":"))
     role = "system" if message["role"] == "developer" else message["role"]
-    names = [str(call.get("name")) for call in calls]
-    return role, content_text(message).strip(), tuple(zip(names, arguments, strict=True))
+    called = tuple((str(call.get("name")), written(_arguments(call, dict))) for call in calls)
+    return role, content_text(message).strip(), called
 
 
 def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
