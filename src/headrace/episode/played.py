@@ -12,7 +12,7 @@ from headrace.episode.answer import ParsedAnswer
 from headrace.episode.chat import Message
 from headrace.episode.environment import ADVICE, Environment, Environments, Said
 from headrace.episode.session import Desk, EpisodeFailedError, Session
-from headrace.episode.tree import context, indices, place_before
+from headrace.episode.tree import indices
 from headrace.errors import ChatError, ConfigError
 from headrace.types import Example, Outcome, Prompt, Trajectory, Turn
 
@@ -142,8 +142,7 @@ class PlayedEpisode:
         return self._read(await session.sample(self._place, sampling, state=self._environment.state))
 
     def _read(self, turn: Turn) -> ParsedAnswer:
-        t, sampled = self.session.trajectory, self.session.sampled_ids(turn)
-        prompt, _ = context(t, place_before(t, turn.start))
+        sampled, prompt = self.session.sampled_ids(turn), self.session.prompt_ids(turn)
         answer = self.player.desk.chat.parse(sampled.tolist(), prompt.tolist(), self._tools)
         if turn.finish.cut and answer.tool_calls:  # else it would learn that it need not come to an end
             return ParsedAnswer(turn.text, answer.reasoning, (), "the answer was cut before its end")
@@ -163,7 +162,7 @@ class PlayedEpisode:
         else:
             said = await self._timed(self._environment.turn(given))
         told = said.model_dump(include={"replies", "reward", "snapshot"})
-        self.session.replace_turn(turn, replace(turn, **told, environment_s=self.player.desk.now() - began_s))
+        self.session.replace_turn(replace(turn, **told, environment_s=self.player.desk.now() - began_s))
         if said.done:
             self._ended = True
             return False

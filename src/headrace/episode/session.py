@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.episode.answer import Tools
 from headrace.episode.chat import Chat, Message, Messages
-from headrace.episode.tree import context, indices, told, turned
+from headrace.episode.tree import context, indices, place_before, told, turned
 from headrace.errors import ChatError
 from headrace.types import DropReason, FinishReason, IntArray, Order, Outcome, Sampling, Trajectory, Turn
 
@@ -99,6 +99,9 @@ class Session:
     def sampled_ids(self, turn: Turn) -> IntArray:
         return self.trajectory.token_ids[turn.start : turn.end]
 
+    def prompt_ids(self, turn: Turn) -> IntArray:
+        return context(self.trajectory, place_before(self.trajectory, turn.start))[0]
+
     def first(self, messages: Messages, tools: Tools) -> Addition:
         """The prompt of a chat. What it has in common with an earlier turn is not repeated."""
         return self.beyond(np.array(self.desk.chat.first(messages, tools), np.int32))
@@ -133,8 +136,8 @@ class Session:
     def context(self, new: Addition) -> IntArray:
         return np.concatenate([context(self.trajectory, new.after)[0], new.tokens])
 
-    def replace_turn(self, old: Turn, new: Turn) -> None:
-        turns = tuple(new if turn is old else turn for turn in self.trajectory.turns)
+    def replace_turn(self, new: Turn) -> None:
+        turns = tuple(new if turn.start == new.start else turn for turn in self.trajectory.turns)
         self.trajectory = replace(self.trajectory, turns=turns)
 
     def outcome(self, parts: Mapping[str, float], *, reward_follows: bool) -> Outcome:
@@ -190,8 +193,8 @@ class Episodes:
 
     def abort(self, serials: Sequence[int]) -> None:
         """End the rest of these groups; their futures give what was sampled so far."""
-        for session in self._counted():
-            if session.order.serial in serials:
+        for session in self._running.values():
+            if session.order.counted and session.order.serial in serials:
                 session.aborted.set()
         self.abort_requests(serials)
 
@@ -202,10 +205,7 @@ class Episodes:
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, the finished turns of episodes that are not over."""
         found: dict[int, dict[int, Trajectory]] = {}
-        for session in self._counted():
-            if session.trajectory.turns:
+        for session in self._running.values():
+            if session.order.counted and session.trajectory.turns:
                 found.setdefault(session.order.serial, {})[session.index] = session.trajectory
         return found
-
-    def _counted(self) -> list[Session]:
-        return [session for session in self._running.values() if session.order.counted]

@@ -8,6 +8,7 @@ or is another agent's, begins a branch.
 
 import asyncio
 import hashlib
+import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ import numpy as np
 from headrace.episode.answer import ParsedAnswer, Tools
 from headrace.episode.chat import Message, json_rule, normal
 from headrace.episode.session import Addition, Session
-from headrace.episode.tree import context, place_before
+from headrace.episode.tree import place_before
 from headrace.errors import ChatError, MissingExtraError
 from headrace.serve.ask import Ask, RefusedError
 from headrace.types import FinishReason, IntArray, Sampling, Turn
@@ -61,7 +62,7 @@ class Node:
     chat: tuple[Message, ...] = ()  # all messages, and the answer
     instructed: bool = False  # the first of them is the request's instructions
     tools: Tools = None
-    place: int = -1  # of its last token
+    turn: Turn | None = None  # as it was last booked
     answered_s: float = 0.0
     children: "list[Node]" = field(default_factory=list)
 
@@ -125,11 +126,8 @@ class Conversation:
             if is_retry or (not task.done() and all([await gone() for gone in clients])):
                 clients.append(is_gone)
                 return task
-        try:
-            task = self._begin(ask)
-        except RefusedError:
-            self._asked.pop(ask.digest, None)  # its retry is not answered with an earlier answer
-            raise
+            self._asked.pop(ask.digest, None)  # the retry of a request that is refused does not get this answer
+        task = self._begin(ask)
         self._asked[ask.digest] = task, [is_gone]
         return task
 
@@ -148,12 +146,16 @@ class Conversation:
         addition = self._addition(ask, node, new)
         tokens = self.session.context(addition)
         sampling = self._sampling(ask, len(tokens))
-        known = [turn for turn in (self._claim(tokens) for _ in range(ask.n)) if turn is not None]
+        # turns of an earlier attempt that were sampled after the same tokens
+        same = (turn for turn in self.unclaimed if np.array_equal(self.session.prompt_ids(turn), tokens))
+        known = list(itertools.islice(same, ask.n))
+        self.unclaimed = [turn for turn in self.unclaimed if turn not in known]
         place = place_before(self.session.trajectory, known[0].start) if known else self.session.tell(addition)
         told = [str(message["content"]) for message in new]
-        if node.place >= 0 and not (turn := self._turn(node.place)).replies:
+        if node.turn and not node.turn.replies:
             took_s = self.session.desk.now() - node.answered_s
-            self.session.replace_turn(turn, replace(turn, replies=tuple(told), environment_s=took_s))
+            node.turn = replace(node.turn, replies=tuple(told), environment_s=took_s)
+            self.session.replace_turn(node.turn)
 
         async def sampled(i: int) -> Turn:
             own = sampling if sampling.seed is None else replace(sampling, seed=(sampling.seed + i) % 2**63)
@@ -232,10 +234,9 @@ class Conversation:
                 raise RefusedError(f"there is no token {max(prompt)}", param="token_ids")
             return session.beyond(np.array(prompt, np.int32))
         try:
-            appends = node.place >= 0 and not any(m["role"] == "assistant" for m in new) and new
-            if appends and ask.tools == node.tools:
-                turn = self._turn(node.place)
-                return session.next(turn, node.chat[:-1], node.chat[-1], new, ask.tools)
+            appends = new and not any(m["role"] == "assistant" for m in new)
+            if node.turn and appends and ask.tools == node.tools:
+                return session.next(node.turn, node.chat[:-1], node.chat[-1], new, ask.tools)
             return session.first([*node.chat, *new], ask.tools)
         except ChatError as error:
             raise RefusedError(str(error), param="messages") from error
@@ -264,18 +265,8 @@ class Conversation:
             raise RefusedError(str(error), param="tool_choice" if ask.must_call else "response_format") from error
         return grammar
 
-    def _claim(self, tokens: Any) -> Turn | None:
-        """A turn of an earlier attempt that was sampled after the same tokens."""
-        t = self.session.trajectory
-        for turn in self.unclaimed:
-            if np.array_equal(context(t, place_before(t, turn.start))[0], tokens):
-                self.unclaimed.remove(turn)
-                return turn
-        return None
-
     def _answered(self, ask: Ask, turn: Turn, stop: Sequence[str], node: Node, new: Sequence[Message]) -> Answered:
-        session, t = self.session, self.session.trajectory
-        prompt = context(t, place_before(t, turn.start))[0]
+        session, prompt = self.session, self.session.prompt_ids(turn)
         sampled = session.sampled_ids(turn).tolist()
         text = _cut(turn.text, stop if turn.finish is FinishReason.STOP else ())
         answer = ParsedAnswer(text)
@@ -295,7 +286,7 @@ class Conversation:
             finish=turn.finish,
             prompt_ids=prompt,
             token_ids=sampled,
-            logprobs=t.logprobs[turn.start : turn.end].tolist(),
+            logprobs=session.trajectory.logprobs[turn.start : turn.end].tolist(),
         )
         if ask.messages:
             message = answered.message | {"id": f"msg_{answered.id}"}
@@ -306,15 +297,12 @@ class Conversation:
                 chat=(*node.chat, *new, message),
                 instructed=bool(ask.instructions),
                 tools=ask.tools,
-                place=turn.end - 1,
+                turn=turn,
                 answered_s=session.desk.now(),
             )
             node.children.append(child)
             self._nodes[f"resp_{answered.id}"] = child
         return answered
-
-    def _turn(self, place: int) -> Turn:
-        return next(turn for turn in self.session.trajectory.turns if turn.end - 1 == place)
 
 
 def _ids(message: Message) -> frozenset[str]:
