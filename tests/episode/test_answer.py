@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def test_several_calls_and_text_around_them():
     found = parse("json calls", f"First \n{call % 'a'}\n{call % 'b'}\n then$")
     assert found.content == "First\n then"
     assert [json.loads(each.arguments)["where"] for each in found.tool_calls] == ["a", "b"]
-    message = found.message(["id-a"])
+    message = replace(found, tool_calls=(replace(found.tool_calls[0], id="id-a"), found.tool_calls[1])).message()
     assert [each["id"] for each in message["tool_calls"]] == ["id-a", "call_1"]
     analysis = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.look "
     found = parse("channels", analysis + '<|constrain|>json<|message|>{"where": "a"}$')

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ class ToolCall:
 
     name: str
     arguments: str  # JSON
+    id: str = ""  # by which a client knows it
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,15 @@ class ParsedAnswer:
     tool_calls: tuple[ToolCall, ...] = ()
     error: str = ""
 
-    def message(self, ids: Sequence[str] = ()) -> dict[str, Any]:
-        """As an OpenAI message. `ids` are those of the tool calls."""
+    def message(self) -> dict[str, Any]:
+        """As an OpenAI message. A tool call without an id is called by its number."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            names = [*ids, *(f"call_{i}" for i in range(len(ids), len(self.tool_calls)))]
-            pairs = zip(names, self.tool_calls, strict=False)
-            message["tool_calls"] = [{"id": id, "type": "function", "function": asdict(call)} for id, call in pairs]
+        for i, call in enumerate(self.tool_calls):
+            function = {"name": call.name, "arguments": call.arguments}
+            named = {"id": call.id or f"call_{i}", "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(named)
         return message
 
 
@@ -70,9 +71,9 @@ def _json(text: str) -> Any:
 def read_json(text: str) -> Calls:
     value = _json(text)
     items = [item if isinstance(item, dict) else {} for item in (value if isinstance(value, list) else [value])]
-    keys = ("arguments", "parameters")
-    found = [next((item[key] for key in keys if key in item), None) for item in items]
-    return [_call(item.get("name", item.get("tool_name")), each) for item, each in zip(items, found, strict=True)]
+    return [
+        _call(item.get("name", item.get("tool_name")), item.get("arguments", item.get("parameters"))) for item in items
+    ]
 
 
 def _tagged_calls(text: str, whole: str, pair: str, expected: str) -> Calls:

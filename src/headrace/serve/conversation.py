@@ -37,16 +37,11 @@ class Answered:
 
     id: str
     answer: ParsedAnswer
-    call_ids: tuple[str, ...]
     text: str  # as it was sampled, without its end
     finish: FinishReason
     prompt_ids: IntArray
     token_ids: list[int]
     logprobs: list[float]
-
-    @property
-    def message(self) -> dict[str, Any]:
-        return self.answer.message(self.call_ids)
 
 
 Answering = asyncio.Task[list[Answered]]
@@ -277,11 +272,10 @@ class Conversation:
             if turn.finish is FinishReason.STOP:
                 answer = replace(answer, content=_cut(answer.content, stop), reasoning=_cut(answer.reasoning, stop))
         base = f"{session.order.serial} {session.order.prompt.id} {session.index} {turn.start}"
-        calls = [_hex(f"{base} {i}")[:ID_CHARS] for i in range(len(answer.tool_calls))]
+        calls = [replace(call, id=_hex(f"{base} {i}")[:ID_CHARS]) for i, call in enumerate(answer.tool_calls)]
         answered = Answered(
             id=_hex(base)[:24],
-            answer=answer,
-            call_ids=tuple(calls),
+            answer=replace(answer, tool_calls=tuple(calls)),
             text=text,
             finish=turn.finish,
             prompt_ids=prompt,
@@ -289,7 +283,7 @@ class Conversation:
             logprobs=session.trajectory.logprobs[turn.start : turn.end].tolist(),
         )
         if ask.messages:
-            message = answered.message | {"id": f"msg_{answered.id}"}
+            message = answered.answer.message() | {"id": f"msg_{answered.id}"}
             child = Node(
                 new=[normal(each) for each in new],
                 said=normal(message),

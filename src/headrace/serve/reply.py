@@ -19,7 +19,7 @@ def event(data: Json | str, name: str = "") -> str:
 
 
 def finish_reason(answered: Answered) -> str:
-    if answered.call_ids:
+    if answered.answer.tool_calls:
         return "tool_calls"
     return "length" if answered.finish.cut or answered.finish is FinishReason.ABORT else "stop"
 
@@ -59,8 +59,8 @@ def _prompt_ids(ask: Ask, answers: Sequence[Answered]) -> Json:
 
 def chat(ask: Ask, answers: Sequence[Answered], model: str) -> Json:
     def said(answered: Answered) -> Json:
-        content = answered.answer.content or (None if answered.call_ids else "")
-        return {"message": answered.message | {"content": content, "refusal": None}}
+        content = answered.answer.content or (None if answered.answer.tool_calls else "")
+        return {"message": answered.answer.message() | {"content": content, "refusal": None}}
 
     return _whole(ask, answers, _known("chatcmpl-", answers, model, "chat.completion"), said)
 
@@ -73,7 +73,7 @@ def chat_events(ask: Ask, answers: Sequence[Answered], model: str) -> Iterator[s
         return event(known | {"choices": [choice | more]})
 
     for i, answered in enumerate(answers):
-        message = answered.message
+        message = answered.answer.message()
         yield chunk(i, {"role": "assistant", "content": ""})
         for part in ("reasoning_content", "content"):
             if message.get(part):
@@ -125,12 +125,12 @@ def _items(answered: Answered) -> list[Json]:
     if answer.reasoning:
         thought = [{"type": "reasoning_text", "text": answer.reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{answered.id}", "summary": [], "content": thought})
-    if answer.content or not answered.call_ids:
+    if answer.content or not answer.tool_calls:
         part = {"type": "output_text", "text": answer.content, "annotations": []}
         known = {"type": "message", "id": f"msg_{answered.id}", "role": "assistant", "status": "completed"}
         items.append(known | {"content": [part]})
-    for call, id in zip(answer.tool_calls, answered.call_ids, strict=True):
-        known = {"type": "function_call", "id": f"fc_{id}", "call_id": id, "status": "completed"}
+    for call in answer.tool_calls:
+        known = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "status": "completed"}
         items.append(known | {"name": call.name, "arguments": call.arguments})
     return items
 
