@@ -19,8 +19,7 @@ from headrace.errors import ConfigError, RewardError
 from headrace.roles import Judge
 from headrace.types import Command, DropReason, Prompt
 
-REASONS = {
-    DropReason.REWARD_ERROR: DropReason.ENV_ERROR,
+REASONS = {  # all others: ENV_ERROR
     DropReason.REWARD_TIMEOUT: DropReason.ENV_TIMEOUT,
     DropReason.REWARD_UNAVAILABLE: DropReason.ENV_UNAVAILABLE,
 }
