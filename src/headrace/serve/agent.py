@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from subprocess import DEVNULL, PIPE, Popen
 from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 from headrace.config import Config
 from headrace.episode.chat import Message
@@ -222,14 +222,11 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(starting.result().pid, signal.SIGKILL)
                 await starting.result().wait()
-        printed, complaints = map(_tail, (out, err))
+        for file in (out, err):
+            file.seek(max(0, file.seek(0, os.SEEK_END) - KEPT_BYTES))
+        printed, complaints = (file.read(KEPT_BYTES).decode(errors="replace").strip() for file in (out, err))
     if process.returncode:
         raise AgentFailedError(f"the command ended with {process.returncode}: {complaints[-MOST_DETAIL:]}")
     with suppress(ValueError):
         return parts_of(json.loads(printed.rpartition("\n")[2]))
     return None
-
-
-def _tail(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - KEPT_BYTES))
-    return file.read(KEPT_BYTES).decode(errors="replace").strip()
