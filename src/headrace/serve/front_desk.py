@@ -5,6 +5,7 @@ import hashlib
 import hmac
 import itertools
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -34,7 +35,7 @@ class FrontDesk:
         self.model, self.max_context, self.base_url = model, max_context, ""
         self._key = key
         self._admitted: dict[bytes, Conversation] = {}
-        self._over: dict[bytes, None] = {}  # the oldest first
+        self._over: deque[bytes] = deque(maxlen=MOST_REMEMBERED)
         self._offers: asyncio.Queue[tuple[Mapping[str, Any], asyncio.Future[None]] | None] = asyncio.Queue()
 
     @asynccontextmanager
@@ -53,9 +54,7 @@ class FrontDesk:
 
     def dismiss(self, key: str) -> None:
         self._admitted.pop(_digest(key), None)
-        self._over[_digest(key)] = None
-        while len(self._over) > MOST_REMEMBERED:
-            del self._over[next(iter(self._over))]
+        self._over.append(_digest(key))
 
     def check(self, key: str) -> None:
         if not self._is_own(key):
@@ -72,11 +71,11 @@ class FrontDesk:
 
     def _of(self, key: str) -> Conversation:
         digest = _digest(key)
+        if digest in self._admitted:
+            return self._admitted[digest]
         if digest in self._over:
             raise RefusedError("the episode is over", status=410, code="episode_over")
-        if digest not in self._admitted:
-            raise RefusedError("this key is not known", status=401, code="invalid_api_key")
-        return self._admitted[digest]
+        raise RefusedError("this key is not known", status=401, code="invalid_api_key")
 
     def reward(self, key: str, id: str, body: Mapping[str, Any]) -> None:
         conversation = self._of(key)
