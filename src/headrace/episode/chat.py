@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -83,7 +83,6 @@ class Chat:
         # An answer's own markup (<think>, <tool_call>) stays what it is; special tokens never do.
         self._inert_in_answers, self._inert = _marker(special), _marker(special | shown)
         self._newline = self.encode("\n")
-        self._grammars: Any = None
         self._shows_ids = "tool_call_id" in source
         self._proven = False  # what comes after an answer does not depend on what came before it
         self._tails: dict[str, list[int]] = {}  # after answers of one shape
@@ -184,12 +183,11 @@ class Chat:
         call = f"{self._symbol(opens)} /\\n?/ call /\\n?/ {self._symbol(closes)}" if opens else "call"
         return f"start: {call}\n{json_rule('call', {'anyOf': calls})}"
 
-    def check_grammar(self, grammar: str) -> None:
-        """Raises ChatError if no answer can be made to follow it."""
-        if self._grammars is None:
-            module = load_optional("headrace.policy.grammar_llguidance", "llguidance", "grammar")
-            self._grammars = module.Grammars(self._tokenizer, self.vocab_size, list(self._stops))
-        self._grammars.check(grammar)
+    @cached_property
+    def grammars(self) -> Any:
+        """Whose `check` raises ChatError if no answer can be made to follow a grammar."""
+        module = load_optional("headrace.policy.grammar_llguidance", "llguidance", "grammar")
+        return module.Grammars(self._tokenizer, self.vocab_size, list(self._stops))
 
     def _symbol(self, text: str) -> str:
         """In a grammar: a token of its own, or a text."""

@@ -255,7 +255,7 @@ class Conversation:
         chat = self.session.desk.chat
         try:
             grammar = chat.call_grammar(ask.must_call) if ask.must_call else json_rule("start", ask.json_schema)
-            chat.check_grammar(grammar)
+            chat.grammars.check(grammar)
         except (ChatError, MissingExtraError) as error:
             raise RefusedError(str(error), param="tool_choice" if ask.must_call else "response_format") from error
         return grammar
