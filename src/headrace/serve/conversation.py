@@ -65,14 +65,14 @@ class Node:
 class Conversation:
     """The requests of one session; of its limits 0 is none. `ended_by` is the limit that it has reached, if any.
 
-    An agent knows it by `id`, and may report its `reward`.
+    An agent knows it by `id`, and may report its `reward`. `fresh_seeds` are for requests without one.
     """
 
-    def __init__(self, session: Session, *, max_turns: int = 0, max_tokens: int = 0) -> None:
+    def __init__(self, session: Session, *, max_turns: int = 0, max_tokens: int = 0, fresh_seeds: bool = False) -> None:
         self.id, self.session, self.ended_by = secrets.token_hex(12), session, ""
         self.reward: asyncio.Future[Parts] = asyncio.get_running_loop().create_future()
         self._max_turns, self._max_tokens = max_turns, max_tokens or session.desk.max_context
-        self._root, self._closed = Node(), ""
+        self._root, self._closed, self._fresh_seeds = Node(), "", fresh_seeds
         self.unclaimed = list(session.trajectory.turns)  # of an earlier attempt, not asked for again yet
         self._asked: dict[str, tuple[Answering, list[IsGone]]] = {}
         self._nodes: dict[str, Node] = {}  # by the ids of responses
@@ -242,7 +242,8 @@ class Conversation:
         if num_prompt >= most:
             self.ended_by = f"this model's maximum context length is {most} tokens, and the request has {num_prompt}"
             raise RefusedError(self.ended_by, param="messages", code="context_length_exceeded")
-        sampling = replace(session.sampling, **ask.sampling, grammar=self._grammar(ask))
+        own = {"seed": secrets.randbits(62)} if self._fresh_seeds else {}
+        sampling = replace(session.sampling, **(own | ask.sampling), grammar=self._grammar(ask))
         if told := session.desk.refusal(sampling):
             raise RefusedError(told)
         num_new = min(sampling.max_new_tokens, session.sampling.max_new_tokens, most - num_prompt)

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import hmac
 import itertools
-import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -59,9 +58,6 @@ class FrontDesk:
     def check(self, key: str) -> None:
         if not self._is_own(key):
             self._of(key)
-
-    def prepared(self, ask: Ask) -> Ask:
-        return ask
 
     def conversation(self, key: str, ask: Ask, *, is_retry: bool) -> Conversation:
         return self._of(key)
@@ -123,17 +119,13 @@ class Visitors(FrontDesk):
         self._numbers = itertools.count()
         desk.chat.prove()
 
-    def prepared(self, ask: Ask) -> Ask:
-        """With a seed of its own, if the client gave none."""
-        return ask if ask.seed is not None else ask.model_copy(update={"seed": secrets.randbits(62)})
-
     def conversation(self, key: str, ask: Ask, *, is_retry: bool) -> Conversation:
         known = (visit for visit in reversed(self._visits.values()) if visit.knows(ask, is_retry=is_retry))
         found = next((visit for visit in known if len(visit.session.trajectory.turns) < MOST_TURNS), None)
         if found is None:
             prompt = Prompt(id=f"visit-{next(self._numbers)}", text="", token_ids=np.empty(0, np.int32))
             order = Order(serial=0, prompt=prompt, samplings=(self._sampling,), indices=(0,), counted=False)
-            found = Conversation(Session(self._desk, order, 0))
+            found = Conversation(Session(self._desk, order, 0), fresh_seeds=True)
         self._visits.pop(found.id, None)
         self._visits[found.id] = found
         idle = [visit for visit in self._visits.values() if visit.is_idle and visit is not found]

@@ -106,7 +106,7 @@ async def _body(request: Request) -> dict[str, Any]:
 
 async def _answer(desk: FrontDesk, read: Read, whole: Whole, events: Events | None, request: Request) -> Response:
     desk.check(_key(request))  # before anything is read
-    ask = desk.prepared(read(await _body(request)))
+    ask = read(await _body(request))
     is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     conversation = desk.conversation(_key(request), ask, is_retry=is_retry)
     task = await conversation.take(ask, is_retry=is_retry, is_gone=request.is_disconnected)
