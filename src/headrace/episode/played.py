@@ -96,22 +96,18 @@ class PlayedEpisode:
         self._ended = False  # by the environment
 
     async def play(self) -> Outcome:
+        session, known = self.session, self.session.known
         try:
-            await self._start()
-            known = self.session.known
+            self._history = self.player.with_system(await self._timed(self._environment.start()))
+            self._place = session.tell(session.first(self._history, self._tools))
             answer = await self._repeat(known) if known and known.turns else await self._next_answer()
             while answer is not None and await self._reply(answer):
                 answer = await self._next_answer()
             return await self._score()
+        except ChatError as error:  # the template refuses how it begins
+            raise EpisodeFailedError(str(error)) from error
         finally:
             self.player.let_go(self._environment)
-
-    async def _start(self) -> None:
-        self._history = self.player.with_system(await self._timed(self._environment.start()))
-        try:
-            self._place = self.session.tell(self.session.first(self._history, self._tools))
-        except ChatError as error:
-            raise EpisodeFailedError(str(error)) from error
 
     async def _repeat(self, known: Trajectory) -> ParsedAnswer:
         """Come to where an earlier attempt was, and return its last answer: no turn is sampled again."""
