@@ -133,9 +133,6 @@ class Session:
         self.trajectory = told(self.trajectory, new.tokens, new.after)
         return len(self.trajectory.token_ids) - 1
 
-    def context(self, new: Addition) -> IntArray:
-        return np.concatenate([context(self.trajectory, new.after)[0], new.tokens])
-
     def replace_turn(self, new: Turn) -> None:
         turns = tuple(new if turn.start == new.start else turn for turn in self.trajectory.turns)
         self.trajectory = replace(self.trajectory, turns=turns)

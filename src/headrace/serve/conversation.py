@@ -20,7 +20,7 @@ import numpy as np
 from headrace.episode.answer import ParsedAnswer, Tools
 from headrace.episode.chat import Message, json_rule, normal
 from headrace.episode.session import Addition, Session
-from headrace.episode.tree import place_before
+from headrace.episode.tree import context, place_before
 from headrace.errors import ChatError, MissingExtraError
 from headrace.serve.ask import Ask, RefusedError
 from headrace.types import FinishReason, IntArray, Sampling, Turn
@@ -139,7 +139,8 @@ class Conversation:
         self.ended_by = ""  # by a request that was refused; the agent goes on
         node, new = self._match(self._whole(ask))
         addition = self._addition(ask, node, new)
-        tokens = self.session.context(addition)
+        before, _ = context(self.session.trajectory, addition.after)
+        tokens = np.concatenate([before, addition.tokens])
         sampling = self._sampling(ask, len(tokens))
         # turns of an earlier attempt that were sampled after the same tokens
         same = (turn for turn in self.unclaimed if np.array_equal(self.session.prompt_ids(turn), tokens))
