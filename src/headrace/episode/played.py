@@ -1,8 +1,8 @@
 """An episode with an environment: it and the policy take turns, until one of them ends it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -58,14 +58,13 @@ class Player:
         self.let_go(environment)
         return self.desk.chat.worked(history, chat, list(self.environments.described.tools))
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """One span from the first environment that works to the last."""
+    async def timed(self, session: Session, asked: Awaitable[R]) -> R:
+        """One span goes from the first environment that works to the last."""
         if self._num_working == 0:
             self._working.enter_context(self.desk.span("environment"))
         self._num_working += 1
         try:
-            yield
+            return await session.unless_aborted(asked)
         finally:
             self._num_working -= 1
             if self._num_working == 0:
@@ -98,7 +97,8 @@ class PlayedEpisode:
     async def play(self) -> Outcome:
         session, known = self.session, self.session.known
         try:
-            self._history = self.player.with_system(await self._timed(self._environment.start()))
+            begun = await self.player.timed(session, self._environment.start())
+            self._history = self.player.with_system(begun)
             self._place = session.tell(session.first(self._history, self._tools))
             answer = await self._repeat(known) if known and known.turns else await self._next_answer()
             while answer is not None and await self._reply(answer):
@@ -122,7 +122,7 @@ class PlayedEpisode:
             message = answer.message()
             self._history += [message, *_as_messages(message, turn.replies)]
         if log:
-            await self._timed(self._environment.make_again(log, known.turns[-2].snapshot))
+            await self.player.timed(session, self._environment.make_again(log, known.turns[-2].snapshot))
         return self._read(known.turns[-1])
 
     async def _next_answer(self) -> ParsedAnswer | None:
@@ -156,7 +156,7 @@ class PlayedEpisode:
         elif given is None:
             return False
         else:
-            said = await self._timed(self._environment.turn(given))
+            said = await self.player.timed(self.session, self._environment.turn(given))
         told = said.model_dump(include={"replies", "reward", "snapshot"})
         self.session.replace_turn(replace(turn, **told, environment_s=self.player.desk.now() - began_s))
         if said.done:
@@ -187,7 +187,7 @@ class PlayedEpisode:
             raise EpisodeFailedError(f"{problem} for a turn (episode.max_tokens)")
         given = [turn.reward for turn in turns if turn.reward is not None]
         parts = {"turns": float(sum(given))} if given else {}
-        parts |= await self._timed(self._environment.end())
+        parts |= await self.player.timed(self.session, self._environment.end())
         # what the policy caused (a limit, a last word) is an end with a reward
         if not parts and not self._described.scores and not self._ended:
             parts = {"turns": 0.0}
@@ -196,10 +196,6 @@ class PlayedEpisode:
             told = "raise Done(text, reward=...), or give it a method reward()"
             raise EpisodeFailedError(f"the episode ended without a reward: {told}")
         return self.session.outcome(parts, reward_follows=self.player.reward_follows)
-
-    async def _timed(self, asked: Awaitable[R]) -> R:
-        with self.player.working():
-            return await self.session.unless_aborted(asked)
 
 
 def _as_messages(message: Message, replies: Sequence[str]) -> list[Message]:
