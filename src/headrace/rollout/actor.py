@@ -71,8 +71,8 @@ class RolloutActor:
             self._away.discard(session)
             self._came.set()
             request = Request(id=id, sampling=sampling, seed=seed, counted=order.counted, session=session)
-            if known is not None and len(known.token_ids) > len(before.token_ids):
-                self.engine.resume_request(request, known, len(before.token_ids))
+            if known is not None and known.spans:
+                self.engine.resume_request(request, known)
             else:
                 requests.append(request)
         if requests:

@@ -106,9 +106,9 @@ class Engine:
         """These sessions are over: their cache is free."""
         self._inbox.append(lambda: self._drop_kept([kept for kept in self._kept if kept.request.session in sessions]))
 
-    def resume_request(self, request: Request, known: Trajectory, start: int) -> None:
-        """Queue a request that sampled the tokens of `known` from `start` on, perhaps elsewhere."""
-        self._inbox.append(lambda: self._waiting.append(_PromptGroup.of(self._rows.parked(request, known, start))))
+    def resume_request(self, request: Request, known: Trajectory) -> None:
+        """Queue a request that has sampled a part of its answer, `known`, perhaps elsewhere."""
+        self._inbox.append(lambda: self._waiting.append(_PromptGroup.of(self._rows.parked(request, known))))
 
     def abort(self, ids: set[str]) -> None:
         """End these requests at the next step, with the tokens they have and finish ABORT."""

@@ -244,8 +244,8 @@ class ServerEngine:
         for request in requests:
             self._events.put(partial(self._ask, RowSequence(request, prompt, 0.0, routes, 0, [], self._nothing)))
 
-    def resume_request(self, request: Request, known: Trajectory, start: int) -> None:
-        self._events.put(lambda: self._ask(self._rows.parked(request, known, start)))
+    def resume_request(self, request: Request, known: Trajectory) -> None:
+        self._events.put(lambda: self._ask(self._rows.parked(request, known)))
 
     def forget(self, sessions: set[str]) -> None:
         """The server itself drops the prefixes that were not used for longest."""

@@ -260,17 +260,17 @@ class Rows:
         sampled = self._table[row, : self.sampled[row]].copy()
         return replace(self.sequences[row], sampled=sampled, decoded_s=now_s - float(self.states["began_s"][row]))
 
-    def parked(self, request: Request, known: Trajectory, start: int) -> RowSequence:
-        """The parked row of a request that sampled the tokens of `known` from `start` on elsewhere."""
-        whole = np.zeros(len(known.token_ids), self.dtype)
+    def parked(self, request: Request, known: Trajectory) -> RowSequence:
+        """The parked row of a request that sampled a part of its answer, `known`, elsewhere."""
+        start, whole = known.spans[0].start, np.zeros(len(known.token_ids), self.dtype)
         whole["token"], whole["logprob"] = known.token_ids, known.logprobs
         for span in known.spans:
             whole["version"][span.start : span.end] = span.version
         if known.replay is not None and known.replay.routes is not None:
             whole["routes"] = known.replay.routes
         supports = known.replay.supports if known.replay else []
-        prompt, started_s, routes = known.token_ids[:start], known.timing.started_s, whole["routes"][:start]
-        return RowSequence(request, prompt, started_s, routes, next(self._orders), supports, whole[start:])
+        before = known.token_ids[:start], known.timing.started_s, whole["routes"][:start]
+        return RowSequence(request, *before, next(self._orders), supports, whole[start:])
 
     def resume(self, parked: RowSequence, now_s: float, routes: RouteArray) -> None:
         """Append a parked row. `routes` are of all its tokens, the newest included."""
