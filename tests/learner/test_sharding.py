@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from headrace.config import LearnerSection, ModelSection, WarmstartSection
 from headrace.errors import ModelError
 from headrace.learner.batch import pack, split
-from headrace.learner.learner import Sharding
+from headrace.learner.learner import Sharding, WarmStart
 from headrace.learner.ranks import Intake
-from headrace.learner.supervised import WarmStart
 from headrace.policy.policy import Policy, load_policy
 from headrace.policy.shards import Shards
 from headrace.types import Example, Group, Item, Replay

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headrace.config import ModelSection, WarmstartSection
-from headrace.learner.supervised import WarmStart
+from headrace.learner.learner import WarmStart
 from headrace.policy.attention import PackedPlan
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import Policy, load_policy

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from headrace.config import LearnerSection
+from headrace.config import LearnerSection, WarmstartSection
 from headrace.errors import ModelError
 from headrace.kernels import AVAILABLE, adamw
 from headrace.learner.batch import Batch, balanced, pack
@@ -29,7 +31,7 @@ from headrace.learner.objective import normaliser, objective
 from headrace.measured import Mismatch, StepStats
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
-from headrace.types import FloatArray, Group, Item, Trajectory
+from headrace.types import Example, FloatArray, Group, Item, Order, Prompt, Sampling, Span, Trajectory
 
 
 class Learner:
@@ -188,6 +190,48 @@ def take_part(policy: Policy, *, backward: bool = False) -> None:
         logprobs, _ = policy.logprobs(tokens, PackedPlan([2], device), second, 1.0)
         if backward:
             logprobs.backward(torch.zeros_like(logprobs))
+
+
+class WarmStart:
+    """Supervised fine-tuning (SFT) before RL; of a worked example only the solution is learned."""
+
+    def __init__(self, policy: Policy, section: WarmstartSection, sharding: Sharding | None = None) -> None:
+        self._policy, self._section, self._sharding = policy, section, sharding
+        like, add_up = LearnerSection(lr=section.lr, beta2=0.98), sharding.reduced if sharding else None
+        self._optimizer = Optimizer(policy.held(), like, add_up)
+        self._done = 0
+
+    def step(self, examples: Sequence[Example]) -> float:
+        """One optimizer step. Returns the loss before it."""
+        policy, steps, sharding = self._policy, self._section.steps, self._sharding
+        mine = examples if sharding is None else examples[sharding.rank :: sharding.num_ranks]
+        loss = torch.zeros(())
+        if mine:
+            batch = pack(list(map(_worked, mine)), policy.device)
+            logprobs = policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)[0]
+            loss = -logprobs.sum() / sum(int(learned.sum()) for _, learned in examples)
+            loss.backward()
+        else:
+            take_part(policy, backward=True)
+        if policy.shards is not None and sharding is not None:
+            policy.shards.hand_over_gradients()
+            loss = sharding.reduced(loss.detach().cpu())
+        # up over the first tenth, down over the last quarter: RL should not start from the noise of
+        # the last batches
+        rise, fall = (self._done + 1) / max(1, steps // 10), (steps - self._done) / max(1, steps // 4)
+        self._optimizer.step(lr=self._section.lr * min(1.0, rise, fall), scale=1.0, clip=1.0)
+        self._done += 1
+        return float(loss.detach())
+
+
+def _worked(example: Example) -> Item:
+    """As an answer whose learned tokens were sampled."""
+    ids, learned = example
+    edges = np.flatnonzero(np.diff(learned, prepend=False, append=False)).reshape(-1, 2)
+    spans = tuple(Span(version=0, start=start, end=end) for start, end in edges.tolist())
+    prompt = Prompt(id="worked", text="", token_ids=ids)
+    unanswered = Order.group(0, prompt, [Sampling(max_new_tokens=0)]).nothing_sampled(0, now_s=0.0)
+    return Item(trajectory=replace(unanswered, sampled=learned, spans=spans), advantage=0.0)
 
 
 # ---- the optimizer

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace.learner.learner import Learner, Sharding
-from headrace.learner.supervised import WarmStart
+from headrace.learner.learner import Learner, Sharding, WarmStart
 from headrace.loop.watchdog import beside
 from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
 from headrace.network import own_address
