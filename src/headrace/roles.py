@@ -16,7 +16,7 @@ from __future__ import annotations
 from asyncio import Future
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from headrace.config import Config
 from headrace.measured import Mismatch, PolicyFacts, PublishTimes, Row, Sample, StepStats
@@ -25,7 +25,6 @@ from headrace.types import Example, FloatArray, Group, IntArray, Item, News, Ord
 if TYPE_CHECKING:  # holds tensors, and this file needs no torch
     from torch import Tensor
 
-    from headrace.kernels.block import Heads
     from headrace.publish.encoding import Payload
 
 P = ParamSpec("P")
@@ -175,21 +174,11 @@ class AttentionPlan(Protocol):
     """Which tokens of a forward pass attend to which.
 
     Plans for a CPU take one more argument, `exact`: batch-invariant, a token's result is then
-    independent of its batch.
+    independent of its batch. A plan of the paged cache also has `rotate_and_attend` (paged.py).
     """
 
     def attend(self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int) -> Tensor:
         """The attention output `[T, H, D]`. A `window` of 0 sees the whole past."""
-
-
-@runtime_checkable
-class PagedPlan(Protocol):
-    """A step of the engine over a paged key/value cache on a GPU."""
-
-    def rotate_and_attend(
-        self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
-    ) -> Tensor:
-        """From queries, keys and values side by side to the attention output `[T, H, D]`."""
 
 
 # ---- where they run

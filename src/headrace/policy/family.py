@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from headrace.kernels import AVAILABLE, block
-from headrace.roles import AttentionPlan, PagedPlan
+from headrace.roles import AttentionPlan
 
 MOST_ANGLES = 2**17  # positions whose angles are kept in a table
 BEYOND = 64  # positions after the model's last: the engine computes some before it throws them away
@@ -224,7 +224,7 @@ class FamilyBody:
         where = attention.layer_idx, attention.scaling, self._window(attention)
         x, h = block.add_norm(x, update, before.weight, before.variance_epsilon)
         qkv = joined.qkv(h)
-        if isinstance(plan, PagedPlan):
+        if hasattr(plan, "rotate_and_attend"):
             out = plan.rotate_and_attend(where[0], qkv, joined.heads, cos, sin, *where[1:])
         else:
             out = plan.attend(where[0], *block.rotate_heads(qkv, joined.heads, cos, sin), *where[1:])

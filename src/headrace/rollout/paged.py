@@ -42,7 +42,7 @@ class PagedPass:
     def rotate_and_attend(
         self, layer: int, qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor, scale: float, window: int
     ) -> Tensor:
-        """For models of the Llama family."""
+        """For models of the Llama family: queries, keys and values side by side."""
         q = rotate_and_store(qkv_TN, heads, cos_TD, sin_TD, *self.cache[layer], self.slots)
         return self.attention(q, *self.cache[layer], scale=scale, window=window)
 
