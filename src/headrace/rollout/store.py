@@ -129,8 +129,14 @@ class DecodePlan:
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int, exact: bool = False
     ) -> Tensor:
         """If `exact`, the same bits as in prefill and training."""
-        num_heads = k_TJD.shape[1]
-        keys, values = self._write(layer, k_TJD, v_TJD, tiled(self.longest) if exact else self.longest)
+        n, num_heads, last = len(self._grid), k_TJD.shape[1], self.longest - 1
+        keys, values = self.arena.keys[layer], self.arena.values[layer]
+        if self._equal:
+            keys[:n, ..., last], values[:n, :, last] = k_TJD, v_TJD
+        else:
+            keys[self._rows, ..., self._at], values[self._rows, :, self._at] = k_TJD, v_TJD
+        length = tiled(self.longest) if exact else self.longest
+        keys, values = keys[:n, ..., :length].flatten(0, 1), values[:n, :, :length].flatten(0, 1)
         grouped = q_THD.unflatten(1, (num_heads, -1)).flatten(0, 1)  # [n * J, H / J, D]
         if exact:
             out = attend_tiles(grouped * scale, keys, values, self._mask(window, keys, num_heads, 1))
@@ -142,15 +148,6 @@ class DecodePlan:
             precise = torch.promote_types(scores.dtype, torch.float32)
             out = torch.bmm(torch.softmax(scores, dim=-1, dtype=precise).to(scores.dtype), values)
         return out.unflatten(0, (-1, num_heads)).flatten(1, 2)  # type: ignore[no-any-return]
-
-    def _write(self, layer: int, k_TJD: Tensor, v_TJD: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Returns the first `length` of all `[n * J, D, length]`, `[n * J, length, D]`."""
-        n, keys, values = len(self._grid), self.arena.keys[layer], self.arena.values[layer]
-        if self._equal:
-            keys[:n, ..., self.longest - 1], values[:n, :, self.longest - 1] = k_TJD, v_TJD
-        else:
-            keys[self._rows, ..., self._at], values[self._rows, :, self._at] = k_TJD, v_TJD
-        return keys[:n, ..., :length].flatten(0, 1), values[:n, :, :length].flatten(0, 1)
 
     def _mask(self, window: int, keys: Tensor, num_heads: int, group: int) -> Tensor:
         """Mask `[n * J, m * group, length of keys]`, shared by layers with the same window."""
