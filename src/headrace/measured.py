@@ -279,15 +279,11 @@ class StageClock:
         return time.monotonic() - self._origin
 
     @contextmanager
-    def span(
-        self, stage: str, *, version: int | None = None, worker: str = "local", detail: str = ""
-    ) -> Iterator[None]:
-        """Measure the body as busy time of `stage`, also when it raises."""
+    def span(self, stage: str, **of: Any) -> Iterator[None]:
+        """Measure the body as busy time of `stage`, also when it raises; `of` a worker or a version."""
         start_s, key = self.now(), object()
         with self._lock:
-            self._running[key] = StageSpan(
-                stage=stage, start_s=start_s, end_s=start_s, worker=worker, version=version, detail=detail
-            )
+            self._running[key] = StageSpan(stage=stage, start_s=start_s, end_s=start_s, **of)
         try:
             yield
         finally:
