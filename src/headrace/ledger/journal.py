@@ -18,7 +18,6 @@ from safetensors.numpy import load, save
 from headrace.measured import Row, StageTimes
 from headrace.types import FinishReason, Replay, Segment, Span, Timing, Trajectory, Turn
 
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _REPLAYED = ("support_ids", "support_offsets", "routes")
 _VERDICT = ("verdict_s", "verdict_output", "verdict_failure")
 _TURN = tuple(field.name for field in fields(Turn))  # new ones come last
@@ -163,9 +162,9 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item"):  # a numpy scalar
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        return json.dumps(value)  # NaN, Infinity or -Infinity
     return value
 
 
 def _number(value: Any) -> Any:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    return float(value) if isinstance(value, str) else value
