@@ -132,12 +132,5 @@ def scripted_place(
         await (await place.loop()).run()
         await place.close()
     """
-    return Place(
-        config,
-        run_dir,
-        InlineCluster(),
-        None,
-        resumed=resumed,
-        make_sampler=lambda device, spec, rank: sampler,
-        judges=lambda setup: judge,
-    )
+    made: dict[str, Any] = {"make_sampler": lambda *_: sampler, "judges": lambda _: judge}
+    return Place(config, run_dir, InlineCluster(), None, resumed=resumed, **made)
