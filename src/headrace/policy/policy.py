@@ -302,9 +302,8 @@ def _check_architecture(path: Path) -> None:
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "auto_map" in config:
         return
     known = "knows, but not as a causal language model" if name in CONFIG_MAPPING else "does not know"
-    raise ModelError(
-        f"model.path = '{path}' has the architecture '{name}', which transformers {transformers.__version__} {known}"
-    )
+    release = f"transformers {transformers.__version__}"
+    raise ModelError(f"model.path = '{path}' has the architecture '{name}', which {release} {known}")
 
 
 @quiet_transformers()

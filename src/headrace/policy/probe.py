@@ -191,9 +191,7 @@ def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
     if not often:
         raise ModelError(f"{name} does not take its attention from outside, which Headrace needs")
     if often > 1:
-        raise ModelError(
-            f"{name} asks for attention {often} times in one layer; Headrace's cache keeps what is asked for once"
-        )
+        raise ModelError(f"{name} asks for attention {often} times in one layer; the cache is made for one")
     shapes = {(*k.shape[1:], v.shape[2]) for ((k, v),) in plan.kept.values()}
     if len(shapes) > 1:
         raise ModelError(
@@ -201,10 +199,9 @@ def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
             f"value size): {', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
         )
     if len(plan.num_heads) > 1:
-        numbers = ", ".join(map(str, sorted(plan.num_heads)))
-        raise ModelError(
-            f"the layers of {name} have different numbers of attention heads ({numbers}); Headrace needs one"
-        )
+        heads = ", ".join(map(str, sorted(plan.num_heads)))
+        told = f"have different numbers of attention heads ({heads}); Headrace needs one"
+        raise ModelError(f"the layers of {name} {told}")
     return shapes.pop()
 
 
