@@ -129,8 +129,8 @@ def explain(error: sqlite3.Error, path: Path) -> RunError:
         return RunError(f"Cannot open {path} ({error}). Check the permissions of the file and its directory.")
     if code == sqlite3.SQLITE_BUSY:
         return RunError(
-            f"{path} is locked: another program has been writing to it, or kept a transaction open, for "
-            f"more than {LOCK_WAIT_S:g} s. End that program; `headrace resume {path.parent}` continues the run."
+            f"{path} is locked: another program has been using it for more than {LOCK_WAIT_S:g} s. "
+            f"End that program; `headrace resume {path.parent}` continues the run."
         )
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return RunError(f"{path} is damaged, or not a Headrace ledger ({error}).")
@@ -199,6 +199,6 @@ def _check_version(connection: sqlite3.Connection, path: Path) -> None:
     meta = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('schema', 'headrace')"))
     if meta.get("schema") != SCHEMA_VERSION:
         raise RunError(
-            f"{path} was written by headrace {meta.get('headrace', '?')} with ledger layout {meta.get('schema', '?')}; "
-            f"this is headrace {__version__} with layout {SCHEMA_VERSION}. Use the version that made the run."
+            f"{path} has the ledger layout {meta.get('schema', '?')} of headrace {meta.get('headrace', '?')}; this is "
+            f"headrace {__version__} with layout {SCHEMA_VERSION}. Use the version that made the run."
         )

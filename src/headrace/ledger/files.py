@@ -34,7 +34,7 @@ PARTS = (
 
 
 def prepare_run_dir(config: Config) -> Path:
-    """The directory of a new run. An earlier run in it is set aside, if `run.overwrite` allows that."""
+    """The directory of a new run. An earlier run in it is set aside, if `run.overwrite` allows it."""
     run_dir = Path(config.run.dir or "runs")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -166,12 +166,11 @@ def is_claimed(run_dir: Path) -> bool:
 def scale(run_dir: Path, workers: int) -> str:
     """Ask a run on a cluster for this number of rollout workers; returns what will happen."""
     config = run_config(run_dir)
-    if config.place.cluster != "ray" or config.place.layout != "disaggregated":
-        raise RunError(
-            f"{run_dir} runs with place.cluster = '{config.place.cluster}' and place.layout = "
-            f"'{config.place.layout}': the number of rollout workers changes only on a cluster, with "
-            "devices of their own (disaggregated)"
-        )
+    cluster, layout = config.place.cluster, config.place.layout
+    if cluster != "ray" or layout != "disaggregated":
+        told = "the number of rollout workers changes only on a cluster, with devices of their own"
+        told = f"place.cluster = '{cluster}' and place.layout = '{layout}': {told} (disaggregated)"
+        raise RunError(f"{run_dir} runs with {told}")
     if read_summary(run_dir).get("finished") is True:
         raise RunError(f"{run_dir} has finished")
     if workers < 1:

@@ -282,7 +282,6 @@ def check_rows(products: Mapping[str, tuple[Callable[[Tensor], Tensor], int]], l
         for rows in FEW:
             if not torch.equal(work(x[:rows]), whole[:rows]):
                 raise ModelError(
-                    f"model.exact = true: on this machine {name} of {rows} tokens differs from that of the "
-                    f"same tokens among {MANY}. Start a new process with {WORKSPACE}=1 in its environment, "
-                    "or set model.exact = false"
+                    f"model.exact = true: here {name} of {rows} tokens differs from that of the same among "
+                    f"{MANY}. Set {WORKSPACE}=1 in the environment of a new process, or model.exact = false"
                 )

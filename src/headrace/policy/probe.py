@@ -46,9 +46,8 @@ def refuse_unsupported(model: Any) -> None:
     kinds = RECURRENT.intersection(getattr(config, "layer_types", None) or ())
     if model._is_stateful or kinds or not getattr(config, "num_attention_heads", 0):
         raise ModelError(
-            f"{name} is a recurrent model (state-space, linear attention or convolution): its "
-            "layers carry a state from token to token. Headrace runs models whose layers are all "
-            "attention; choose another one (model.path)"
+            f"{name} is a recurrent model (state-space, linear attention or convolution). Headrace "
+            "runs models whose layers are all attention; choose another one (model.path)"
         )
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if getattr(config, "kv_lora_rank", None) and kv_heads not in (None, heads):

@@ -43,7 +43,7 @@ class Routes:
         return torch.stack(in_order, dim=1) if in_order else None
 
     def choose(self, layer: int, own: Tensor, group_size: int) -> Tensor:
-        """Instead of `own` the forced experts, or their groups of `group_size`, one perhaps twice."""
+        """Not `own` but the forced experts, or their groups of `group_size`, one perhaps twice."""
         if self._forced is None:
             return own
         forced = self._forced[:, layer].long() // group_size

@@ -29,7 +29,7 @@ class RolloutActor:
     seed: int
     clock: Callable[[], float]
     span: Callable[[str], AbstractContextManager[None]]  # of a stage, around engine work
-    on_sampled: Callable[[int], None]  # tokens: before the trajectories that hold them, for the ledger
+    on_sampled: Callable[[int], None]  # tokens, before the trajectories that hold them
     on_begun: Callable[[int, int], None]  # serial and version, at a group's first token
     on_finished: Callable[[Trajectory], None]
     # by id, unfinished requests and the trajectory of each without what it sampled
@@ -50,9 +50,8 @@ class RolloutActor:
         num_new = max(s.max_new_tokens for s in order.samplings)
         if num_prompt + num_new > max_context:
             raise DataError(
-                f"prompt '{order.prompt.id}' has {num_prompt} tokens and may get {num_new} new ones "
-                f"(rollout.max_new_tokens): more than the model's context of {max_context}; "
-                "lower rollout.max_new_tokens or prompts.max_tokens"
+                f"prompt '{order.prompt.id}' has {num_prompt} tokens and may get {num_new} new ones: more "
+                f"than the model's context of {max_context}; lower rollout.max_new_tokens or prompts.max_tokens"
             )
         now_s, requests = self.clock(), []
         for i, (index, sampling) in enumerate(zip(order.indices, order.samplings, strict=True)):
@@ -80,7 +79,7 @@ class RolloutActor:
         self._work.set()
 
     def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        """By serial and index, what unfinished requests have sampled. Call it in the device thread."""
+        """By serial and index, what unfinished requests sampled. Call it in the device thread."""
         found: dict[int, dict[int, Trajectory]] = {}
         for id, generation in self.engine.under_way().items():
             if id in self._pending and (pending := self._pending[id])[0].counted:

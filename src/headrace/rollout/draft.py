@@ -63,7 +63,7 @@ class Drafts:
         return np.column_stack([last_tokens, self.tokens])[self.cells]
 
     def accepted(self, drawn: Burst) -> Burst:
-        """What each row sampled, up to and including the first token that differs from its draft."""
+        """What each row sampled, up to and with the first token that differs from its draft."""
         places = np.zeros((len(self.tokens), self.tokens.shape[1] + 1), np.int64)  # of cells in `drawn`
         places[self.cells] = np.arange(len(self.cells[0]))
         right = drawn.tokens[0][places[:, :-1]] == self.tokens
@@ -156,7 +156,7 @@ class Drafter:
         return tokens, chances
 
     def _rates(self) -> Doubles:
-        """Acceptance rate of each kind of entry, from weakest to strongest; then 0, for no entry."""
+        """Acceptance rate of each kind of entry, weakest first; then 0, for no entry."""
         rates = np.zeros((len(ORDERS), STREAKS))
         right, scored = self._right.reshape(rates.shape), self._scored.reshape(rates.shape)
         for order, streak in np.ndindex(rates.shape):
@@ -166,7 +166,7 @@ class Drafter:
         return np.append(rates, 0.0)
 
     def _choose(self, chances: Doubles, level: int, needed: float) -> Ints:
-        """Tokens `[n]` of each draft to verify: those with most tokens per unit of time, or none."""
+        """Tokens `[n]` of each draft to verify: for most tokens per unit of time, or none."""
         num_rows = len(chances)
         order = np.argsort(-chances, axis=None, kind="stable")
         order = order[: max(0, self._most_tokens - num_rows)]

@@ -36,7 +36,7 @@ MOST_COMPARED = 32  # waiting prompts that a new one is compared with
 
 @dataclass(slots=True, eq=False)
 class _PromptGroup:
-    """Requests that share one prompt (a prefix group), from submission to the end of its prefill."""
+    """Requests that share one prompt (a prefix group), until the end of its prefill."""
 
     prompt: IntArray
     requests: list[Request]
@@ -83,8 +83,8 @@ class Engine:
         self.prompt_tokens = self.cached_tokens = 0  # of prompts, and of those served from cache
         if speculate and policy.exact and policy.device.type != "cuda":
             raise ConfigError(
-                f"model.exact = true and rollout.speculate = {speculate}: speculative decoding on a CPU "
-                "is not batch-invariant; set rollout.speculate = 0"
+                f"model.exact = true and rollout.speculate = {speculate}: speculative decoding on a "
+                "CPU is not batch-invariant; set rollout.speculate = 0"
             )
         drafter = partial(Drafter, max_running=self.max_running, device=policy.device.type)
         self._drafter = drafter(speculate) if speculate else None
@@ -99,7 +99,7 @@ class Engine:
     # ---- called from any thread
 
     def submit(self, prompt: IntArray, requests: Sequence[Request], known: RouteArray | None = None) -> None:
-        """Queue requests that share a prompt; `known` are experts of its first tokens, to be kept."""
+        """Queue requests that share a prompt; `known` experts of its first tokens are kept."""
         self._inbox.append(partial(self._split, prompt, list(requests), known))
 
     def forget(self, sessions: set[str]) -> None:
@@ -126,7 +126,7 @@ class Engine:
 
     @torch.inference_mode()
     def advance(self, max_steps: int = 16) -> list[Generation]:
-        """Run steps until a request finishes or `max_steps` are done: new weights may be waiting."""
+        """Run steps until a request finishes, at most `max_steps`: new weights may be waiting."""
         while max_steps > 0:
             max_steps -= self.step()
             if self._finished or not self.has_work:
@@ -136,7 +136,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> int:
-        """Admit, prefill a chunk, decode a burst. Returns the number of decode steps, at least 1."""
+        """Admit, prefill a chunk, decode a burst. Returns the decode steps, at least 1."""
         while self._inbox:
             self._inbox.popleft()()
         budget = self.prefill_tokens
@@ -174,7 +174,7 @@ class Engine:
 
     @torch.inference_mode()
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
-        """Greedy next token and its log-prob through the normal prefill; None if the cache is full."""
+        """Greedy next token and its log-prob, by the normal prefill; None if the cache is full."""
         place = self._store.open(len(prompt), 1)
         if place is None:
             return None
@@ -209,7 +209,7 @@ class Engine:
     def _split(self, prompt: IntArray, requests: list[Request], known: RouteArray | None) -> None:
         longest = len(prompt) + max(r.sampling.max_new_tokens for r in requests)
         at_once = max(1, min(self.max_running, self._store.most_rows(longest)))
-        if known is None and len(requests) == 1:  # episodes of a group ask one by one for the same prompt
+        if known is None and len(requests) == 1:  # of episodes that ask for the same prompt
             for group in islice(reversed(self._waiting), MOST_COMPARED):
                 open_to_more = group.known is None and group.parked is None and len(group.requests) < at_once
                 if open_to_more and group.longest == longest and np.array_equal(group.prompt, prompt):
@@ -219,7 +219,7 @@ class Engine:
             self._waiting.append(_PromptGroup(prompt, requests[start : start + at_once], longest, known=known))
 
     def _admit(self) -> bool:
-        """Admit waiting prompts, oldest first, while rows and cache last. True if one is blocked."""
+        """Admit waiting prompts, oldest first, while there is room. True if one is blocked."""
         reserved = sum(len(group.requests) for group in self._prefilling)
         while self._waiting:
             group = self._waiting[0]
@@ -344,9 +344,9 @@ class Engine:
         # tokens beyond a row's end may be NaN
         if np.isnan(burst.logprobs[np.arange(len(burst.logprobs))[:, None] < counts]).any():
             raise ModelError(
-                f"version {self.version} of the policy gives the next token a probability that is not "
-                "a number (NaN): its weights, or what it computes from them, are not finite. Nothing "
-                "was trained on it; resume the run from its last checkpoint, and if it comes to this "
+                f"version {self.version} of the policy gives the next token a probability that is "
+                "not a number (NaN): its weights, or what it computes from them, are not finite. "
+                "Nothing was trained on it; resume the run from its last checkpoint. If this happens "
                 "again, lower learner.lr or set model.dtype=float32"
             )
         self._rows.append(first, replace(burst, counts=counts), self.version)
@@ -371,7 +371,7 @@ class Engine:
         self._finished.append(sequence.generation(finish, self.clock()))
 
     def _find_kept(self, group: _PromptGroup) -> RowSequence | None:
-        """What is kept of the group's session and begins most like its prompt; it counts as just used."""
+        """What is kept of its session and begins most like its prompt; it counts as just used."""
         session = group.requests[0].session if len(group.requests) == 1 else ""
         found = [kept for kept in self._kept if session and kept.request.session == session]
         best = max(found, key=lambda kept: _common(group.prompt, kept.tokens[:-1]), default=None)
@@ -401,8 +401,8 @@ class Engine:
         for group in [*self._waiting, *self._prefilling]:
             for id in [request.id for request in group.requests if request.id in ids]:
                 nothing = Generation(id=id, finish=finish, started_s=now_s, finished_s=now_s)
-                parked = group.parked
-                self._finished.append(nothing if parked is None else parked.generation(finish, now_s))
+                known = group.parked
+                self._finished.append(known.generation(finish, now_s) if known else nothing)
             group.requests = [request for request in group.requests if request.id not in ids]
         for group in self._prefilling:
             if not group.requests:

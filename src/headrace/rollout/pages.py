@@ -73,9 +73,8 @@ class PageTables:
         if self.pages.num_free < num_own + num_copies:
             if not self.rows and not self._prompts:
                 raise ConfigError(
-                    f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit into the "
-                    f"key/value cache, which has room for {self.num_pages * PAGE} tokens: raise "
-                    "rollout.kv_tokens"
+                    f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit into "
+                    f"the key/value cache of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
                 )
             return None
         self._opened += 1
@@ -100,7 +99,7 @@ class PageTables:
         self.pages.give_back(kept)
 
     def fork(self, place: int, count: int) -> None:
-        """Append `count` rows that share the prompt's full pages; each has a last page of its own."""
+        """Append `count` rows that share the prompt's full pages; each has its own last page."""
         # The first row goes on in the prompt's last page: close the prompt, nothing else may write.
         pages, lasts = self._prompts[place]
         for row in range(count):
@@ -124,8 +123,8 @@ class PageTables:
             return True
         if steps == 1 and len(self.rows) == 1 and not self._prompts:
             raise ConfigError(
-                f"an answer, with its prompt {int(lengths[0])} tokens long, fills the whole key/value "
-                f"cache of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
+                f"an answer, with its prompt {int(lengths[0])} tokens long, fills the whole "
+                f"key/value cache of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
             )
         return False
 

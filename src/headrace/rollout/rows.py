@@ -1,4 +1,4 @@
-"""Requests, and the state of the running ones, a row each, in arrays: no Python loop per decode step.
+"""Requests, and the state of the running ones in arrays: no Python loop over rows per decode step.
 
 What a request samples depends only on its seed, its position and its logits, because each token's
 uniform number comes from a counter-based hash (`uniforms`). Order and size of the batch do not

@@ -94,7 +94,7 @@ class Chunk:
 
 
 class PrefillPlan:
-    """Packed chunks of prompts. A token attends to what is cached of its prompt, and to its past."""
+    """Packed chunks of prompts. A token attends to what is cached of its prompt and its past."""
 
     def __init__(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
         self.arena, self.chunks = arena, chunks
@@ -199,11 +199,11 @@ class RowStore:
         return self._kv_tokens // longest
 
     def has_room(self, *, num_rows: int, longest: int, num_prompt: int, num_requests: int) -> bool:
-        """Whether a prompt group may start that makes it `num_rows` rows of up to `longest` tokens."""
+        """Whether a prompt group may start: then there are `num_rows` of up to `longest` tokens."""
         return num_rows * longest + self._kept_tokens <= self._kv_tokens
 
     def open(self, num_prompt: int, num_requests: int, kept: Arena | None = None, num_kept: int = 0) -> int | None:
-        """A place for a prompt's cache, or None if there is none now; it begins with `num_kept` tokens of `kept`."""
+        """A place for a prompt's cache that begins with `num_kept` tokens of `kept`; None if full."""
         place = min(self._free, default=None)
         longest = max(num_prompt, self._staging.capacity)
         if place is None or (place >= STAGING_ROWS and (place + 1) * longest > STAGING_TOKENS):
