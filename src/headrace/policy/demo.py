@@ -69,8 +69,8 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     numbers = pre_tokenizers.Split(Regex(r"[0-9]{1,2}"), behavior="isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([numbers, pre_tokenizers.ByteLevel(False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
-    known = {"special_tokens": [PAD, START, END], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    trainer = trainers.BpeTrainer(vocab_size=800, show_progress=False, **known)
+    known: dict[str, Any] = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "vocab_size": 800}
+    trainer = trainers.BpeTrainer(special_tokens=[PAD, START, END], show_progress=False, **known)
     backend.train_from_iterator([*CHAT_WORDS, *(str(n) for n in range(100))] * 8, trainer)
     backend.add_tokens([CALL, CALLED])
     return _tokenizer(backend, eos_token=END, extra_special_tokens=[START], chat_template=CHAT_TEMPLATE)

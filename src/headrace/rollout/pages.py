@@ -73,8 +73,8 @@ class PageTables:
         if self.pages.num_free < num_own + num_copies:
             if not self.rows and not self._prompts:
                 raise ConfigError(
-                    f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit into "
-                    f"the key/value cache of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
+                    f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit: the "
+                    f"key/value cache has room for {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
                 )
             return None
         self._opened += 1
