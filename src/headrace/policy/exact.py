@@ -41,6 +41,10 @@ MANY = 8192
 EVEN = 8  # numbers, 16 bytes: other alignments are multiplied by functions that split sums at times
 
 
+def not_exact(why: str) -> ModelError:
+    return ModelError(f"model.exact = true{why}; set model.exact = false")
+
+
 class _ExactRotate(Rotate):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -147,10 +151,9 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
             return torch.equal(product(x, rows), expected)
         # a row's bits must not depend on its place among the ROWS either
         if not torch.equal(product(x.roll(5, 0), ROWS).roll(-5, 0), expected):
-            raise ModelError(
-                f"model.exact = true: this machine multiplies the rows of a [{ROWS}, {width}] by [{width}, "
-                f"{columns}] product differently by their place, with {threads} threads; set model.exact = false"
-            )
+            product_of = f"a [{ROWS}, {width}] by [{width}, {columns}] product"
+            how = f"differently by their place, with {threads} threads"
+            raise not_exact(f": this machine multiplies the rows of {product_of} {how}")
         return True
 
 
@@ -191,10 +194,8 @@ def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
     for multiple in QUERY_ROWS:
         if all(agrees(multiple, *case) for case in cases):
             return multiple
-    raise ModelError(
-        f"model.exact = true: on this machine attention with heads of size {head_size} depends on "
-        f"what is computed beside it, with {threads} threads; set model.exact = false"
-    )
+    why = f"depends on what is computed beside it, with {threads} threads"
+    raise not_exact(f": on this machine attention with heads of size {head_size} {why}")
 
 
 def tiled(num_tokens: int) -> int:
@@ -275,10 +276,8 @@ def check_rows(products: Mapping[str, tuple[Callable[[Tensor], Tensor], int]], l
         x = torch.randn(MANY, width, generator=generator, device=like.device).to(like.dtype)
         whole = work(x)
         if width % EVEN or whole.shape[-1] % EVEN:
-            raise ModelError(
-                f"model.exact = true on a GPU is for sizes that {EVEN} divides, and {name} makes "
-                f"{whole.shape[-1]} numbers of {width}; set model.exact = false"
-            )
+            made = f"{name} makes {whole.shape[-1]} numbers of {width}"
+            raise not_exact(f" on a GPU is for sizes that {EVEN} divides, and {made}")
         for rows in FEW:
             if not torch.equal(work(x[:rows]), whole[:rows]):
                 raise ModelError(

@@ -25,7 +25,7 @@ from headrace.config import LearnerSection, ModelSection
 from headrace.errors import ModelError
 from headrace.kernels import AVAILABLE, softmax
 from headrace.policy.attention import NAME, PackedPlan
-from headrace.policy.exact import ExactBody, check_rows, use_batch_invariant_gemms
+from headrace.policy.exact import ExactBody, check_rows, not_exact, use_batch_invariant_gemms
 from headrace.policy.exact import linear as exact_linear
 from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.hub import located
@@ -193,26 +193,20 @@ class Policy:
     def _prepare_exact(self) -> None:
         if self._family is None:
             names = ", ".join(sorted(name.removesuffix("Model") for name in FAMILY))
-            raise ModelError(
-                f"model.exact = true is for {names}; {self.name} has parts whose result for a "
-                "token depends on the rest of its batch; set model.exact = false"
-            )
+            why = "has parts whose result for a token depends on the rest of its batch"
+            raise not_exact(f" is for {names}; {self.name} {why}")
         on_gpu, half = self.device.type == "cuda", self.dtype in (torch.bfloat16, torch.float16)
         if on_gpu and self.shards is not None:
-            raise ModelError(
-                "model.exact = true and several learner ranks: on a GPU a sharded policy does not "
-                "compute with the batch-invariant kernels; set model.exact = false, or learner.ranks = 1"
-            )
+            why = "a sharded policy does not compute with the batch-invariant kernels"
+            raise not_exact(f" on a GPU needs learner.ranks = 1: {why}")
         if half is not on_gpu:
             raise ModelError(
                 "model.exact = true needs model.dtype = 'float32' on a CPU and 'bfloat16' or 'float16' on a "
                 f"GPU; here it is '{str(self.dtype).removeprefix('torch.')}' on '{self.device.type}'"
             )
         if on_gpu and not self._family.fits_kernels:
-            raise ModelError(
-                "model.exact = true on a GPU needs Triton and a head size that is a power of two; "
-                f"the model's is {self._family.head_size}; set model.exact = false"
-            )
+            given = f"the model's is {self._family.head_size}"
+            raise not_exact(f" on a GPU needs Triton and a head size that is a power of two; {given}")
         if on_gpu:
             use_batch_invariant_gemms()
         elif self.routers.num_layers:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from headrace.errors import HeadraceError, ModelError
 from headrace.policy.attention import PackedPlan
+from headrace.policy.exact import not_exact
 from headrace.policy.family import attend_rectangle
 from headrace.policy.routes import Routes
 
@@ -114,11 +115,8 @@ def check_same_bits(policy: Policy) -> None:
     together = packed_logits(policy, ids)
     apart = torch.cat([packed_logits(policy, one) for one in ids.split(1)])
     if not torch.equal(together, apart):
-        raise ModelError(
-            f"model.exact = true: on this machine the logits of {policy.name} differ by "
-            f"{(together - apart).abs().max().item():.2g} with what is computed beside them; "
-            "set model.exact = false"
-        )
+        gap = f"{(together - apart).abs().max().item():.2g} with what is computed beside them"
+        raise not_exact(f": on this machine the logits of {policy.name} differ by {gap}")
 
 
 def _check_windows(policy: Policy) -> str:
