@@ -437,9 +437,6 @@ class Item:
     advantage: float | FloatArray  # one for all, or of each sampled token [S]
     reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
 
-    def __len__(self) -> int:
-        return len(self.trajectory.token_ids)
-
 
 @dataclass(frozen=True, slots=True)
 class Ticket:

@@ -336,7 +336,7 @@ def test_every_item_goes_to_one_rank_and_loads_are_even():
         Item(trajectory=trajectory(serial=i, prompt=(i,), answer=[7] * (size - 1)), advantage=0.0)
         for i, size in enumerate(sizes)
     ]
-    parts = [[len(item) for item in part] for part in split(items, 3)]
+    parts = [[len(item.trajectory.token_ids) for item in part] for part in split(items, 3)]
     assert sorted(size for part in parts for size in part) == sorted(sizes)
     assert max(map(sum, parts)) - min(map(sum, parts)) <= 9
     assert split(items[:1], 3) == [items[:1], [], []]
