@@ -269,8 +269,8 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
     if isinstance(found, TypedTriage):
         return known | {"placement": found.placement, "step_s": found.step_s, "stage_s": found.times}
     reading = found.reading
-    same = ("run_dir", "step_s", "stage_s", "goodput_tokens_per_s", "useful_share", "dropped_tokens")
-    known |= {name: getattr(reading, name) for name in same}
+    own = ("run_dir", "step_s", "stage_s", "goodput_tokens_per_s", "useful_share", "dropped_tokens")
+    known |= {name: getattr(reading, name) for name in own}
     return known | {
         "steps": reading.num_steps,
         "simulated_s": found.simulated_s,
@@ -281,16 +281,16 @@ def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:
 
 
 def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Sequence[Simulated]) -> dict[str, Any]:
-    speeds = {name: value for name, value in asdict(machine).items() if value != math.inf}
+    times = {name: value for name, value in asdict(machine).items() if value != math.inf}
     step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
     step |= {"reward_s": work.reward_s.mean, "environment_s": work.environment_s}
     step["no_signal_share"] = work.no_signal_share
-    return {"step": step, "layout": layout, "machine": speeds, "simulated": list(map(_plain, found))}
+    return {"step": step, "layout": layout, "machine": times, "simulated": list(map(_plain, found))}
 
 
 def _plain(one: Simulated) -> dict[str, Any]:
     same = ["max_lag", "step_s", "stage_s", "lag_mean", "lag_max", "lag_shares", "useful_share"]
-    same += ["generated_tokens", "trained_tokens", "dropped_tokens", "buffered_tokens", "in_flight_tokens"]
+    same += [f"{state}_tokens" for state in ("generated", "trained", "dropped", "buffered", "in_flight")]
     return {name: getattr(one, name) for name in same} | {
         "steps": len(one.steps),
         "step_p50_s": one.step_quantile_s(0.5),

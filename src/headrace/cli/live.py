@@ -130,7 +130,7 @@ class LiveDisplay(Watcher):
         self._show_run(summary)
 
     def _tell(self, text: str, indent: int = 0) -> None:
-        """What may come from user code, in characters of the terminal; the lines of a traceback stay."""
+        """What may come from user code, in the terminal's characters; a traceback keeps its lines."""
         encoding = self.paper.console.encoding
         first, *rest = text.encode(encoding, errors="replace").decode(encoding).splitlines()
         self.paper.paragraph(first, indent=indent)
@@ -148,7 +148,7 @@ class LiveDisplay(Watcher):
         self._bar.update(task, description=text, completed=done, total=total, refresh=True)
 
     def _texts(self) -> tuple[str, str]:
-        """The clock, and a line that fits 80 columns: what is always there first, what is rare last."""
+        """The clock, and a line that fits 80 columns: what is always there first, rare things last."""
         if not self._rows:
             return "", ""
         recent = self._rows[-RECENT_ROWS:]
@@ -285,12 +285,12 @@ def write_plot(summary: Mapping[str, Any]) -> None:
 
     Mean rewards are a line; held-out scores are dots, before the first step and after the last too.
     """
-    run_dir, before, after = Path(summary["run_dir"]), summary["score_before"], summary["score_after"]
+    run_dir, scores = Path(summary["run_dir"]), [(0, summary["score_before"])]
     with Ledger.open(run_dir) as ledger:
         rows = ledger.rows()
     last = max((row.step for row in rows), default=1)
     curve = [(row.step, row.reward_mean) for row in rows]
-    scores = [(0, before), *((row.step, row.score) for row in rows), (last, after)]
+    scores += [*((row.step, row.score) for row in rows), (last, summary["score_after"])]
     held_out = [(step, score) for step, score in scores if score is not None]
     values = [value for _, value in (*curve, *held_out)] or [0.0]
     low, high = min(0.0, *values), max(1e-9, *values)
@@ -300,7 +300,7 @@ def write_plot(summary: Mapping[str, Any]) -> None:
         x = LEFT + (RIGHT - LEFT) * step / last
         return x, BOTTOM - (BOTTOM - TOP) * (value - low) / (high - low)
 
-    dots = (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in (at(*point) for point in held_out))
+    dots = (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in (at(*dot) for dot in held_out))
     labels = {f"value{i}": f"{low + i / 4 * (high - low):.2f}" for i in range(5)}
     labels |= {f"step{i}": f"{i / 4 * last:.0f}" for i in range(5)}
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in curve))

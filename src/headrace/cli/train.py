@@ -43,7 +43,7 @@ def resume(run: RunDir, changes: Overrides = None, quiet: Quiet = False) -> None
 
 
 def _watched(quiet: bool, train: Callable[[LiveDisplay], dict[str, Any]]) -> None:
-    """Show how a run goes, and how it went. An interrupted one ends the command with 130, as Ctrl-C does.
+    """Show how a run goes, and how it went. An interrupted one ends the command with 130.
 
     Ctrl-C outside of training, in the warm start say, ends it without a summary.
     """
@@ -55,8 +55,8 @@ def _watched(quiet: bool, train: Callable[[LiveDisplay], dict[str, Any]]) -> Non
         if summary["finished"]:
             return
     begun = display.run_dir is not None and (display.run_dir / FILE_NAME).exists()
-    told = f"`headrace resume {display.run_dir}` goes on" if begun else "there was no checkpoint yet"
-    print(f"interrupted; {told}", file=sys.stderr)
+    how = f"`headrace resume {display.run_dir}` goes on" if begun else "there was no checkpoint yet"
+    print(f"interrupted; {how}", file=sys.stderr)
     raise Exit(130)
 
 

@@ -36,7 +36,7 @@ _DERIVED = {"reward_low": -1, "reward_high": 1}  # standard deviations from the 
 # How the numbers of several rows become one; what a row adds up becomes the mean of its steps.
 _OVER = {name: metric.over for name, metric in ROW_METRICS.items() if metric.over != "sum"}
 _COLUMNS = ("step", *ROW_METRICS, *_DERIVED, *(f"stage_s.{stage}" for stage in STAGES))
-_CREATED = "SELECT value FROM meta WHERE key = 'created'"  # tells a ledger from a later one in its place
+_CREATED = "SELECT value FROM meta WHERE key = 'created'"  # tells a ledger from another in its place
 MOST_SPANS = 20_000  # of a timeline
 FINEST = 800  # parts of a timeline that can be told apart; spans that are closer are drawn as one
 NUM_REWARDS = 1000  # of the first and of the newest answers
@@ -71,7 +71,7 @@ class Series:
 
     def ratio(self, values: Numbers, of: Numbers, by: str) -> Points:
         both = zip(self._points(values, by), self._points(of, by), strict=True)
-        return [(place, value / num if value and num else value) for (place, value), (_, num) in both]
+        return [(x, value / num if value and num else value) for (x, value), (_, num) in both]
 
     def _points(self, values: Numbers, by: str, over: str = "mean") -> Points:
         """A number for the finite values of each `width` steps, at the last of them; a gap where there is none."""
@@ -144,7 +144,7 @@ def looking_into(run_dir: Path) -> Iterator[sqlite3.Connection]:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Sums over a run's transfers, by step and something else; grows with the run, reading each once."""
+    """Sums over a run's transfers, by step and something else; reads each once, as the run grows."""
 
     created: str = ""  # when the ledger was: another run may take the place of one
     last_id: int = 0  # of the transfers that were read
@@ -194,7 +194,7 @@ class Timeline:
         length_s = max(self.end_s - self.start_s, 1e-9)
         self.busy: dict[str, float] = {}  # by lane (a stage, or one worker of it), the share of these seconds
         self.bars: list[tuple[str, str, float, float]] = []  # lane, stage, start, end; close spans are one bar
-        # stages in the order of a step, then whatever else there is; the worker only if there are several
+        # stages in the order of a step, then whatever else; the worker only if there are several
         order, gap_s = {stage: place for place, stage in enumerate(STAGES)}, length_s / FINEST
         lanes = set(zip(spans["stage"].tolist(), spans["worker"].tolist(), strict=True))
         num_workers = Counter(stage for stage, _ in lanes)

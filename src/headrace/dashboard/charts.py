@@ -25,7 +25,8 @@ Curves = Mapping[str, tuple[Points, str]]  # by name, each with its colour
 Shares = tuple[str, Numbers]  # their colour, and what they are
 Drawn = tuple[Options, str]  # a chart, if there is anything to draw, and a sentence about it
 
-THEME: Options = json.loads((Path(__file__).parent / "theme.json").read_text(encoding="utf-8"))
+HERE = Path(__file__)
+THEME: Options = json.loads(HERE.with_name("theme.json").read_text(encoding="utf-8"))
 BLUE, ORANGE, PINK, GREEN, RED, SKY, YELLOW, GREY = THEME["color"]
 COLOURS = {"blue": BLUE, "orange": ORANGE, "pink": PINK, "green": GREEN, "red": RED}
 FATE_COLOURS = {"trained": GREEN, "dropped": RED, "buffered": SKY, "in flight": GREY}
@@ -87,8 +88,8 @@ class Card:
         return lines(curves, self.y, look), ""
 
 
-CARDS = {name: Card(**entry) for name, entry in read_toml(Path(__file__).with_name("cards.toml")).items()}
-STAGE_COLOURS = {stage: COLOURS[colour] for stage, (_, colour, _) in CARDS["stage_times"].lines.items()}
+CARDS = {name: Card(**card) for name, card in read_toml(HERE.with_name("cards.toml")).items()}
+STAGE_COLOURS = {name: COLOURS[colour] for name, (_, colour, _) in CARDS["stage_times"].lines.items()}
 
 
 def metric_curves() -> dict[str, list[Card]]:

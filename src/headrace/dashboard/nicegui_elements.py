@@ -183,7 +183,7 @@ class Listing(Table):
 
     links: Sequence[str] = ()
     wide: Collection[int] = ()
-    kinds: Mapping[int, str] = field(default_factory=dict)  # columns of other cells than text, see _CELLS
+    kinds: Mapping[int, str] = field(default_factory=dict)  # columns whose cells are in _CELLS
     sort_by: Mapping[int, Sequence[float | None]] = field(default_factory=dict)  # numbers, where not the text
     stacked: bool = False  # on a phone: the cells of a row below each other
     below: Section | None = None

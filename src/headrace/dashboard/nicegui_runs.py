@@ -1,4 +1,4 @@
-"""Runs: a list of all, one with a view for each question about it, its answers, and several compared."""
+"""Runs: a list of all, one with a view for each question, its answers, and several compared."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -287,8 +287,8 @@ async def trajectory(site: Site, name: str) -> None:
         with page.card(CARDS["answer_tokens"]):
             if num_tokens > TOKENS_SHOWN:
                 firsts = range(0, num_tokens, TOKENS_SHOWN)
-                texts = {first: f"{first}-{min(first + TOKENS_SHOWN, num_tokens) - 1}" for first in firsts}
-                page.views((text, here(id=id, start=first), first == start) for first, text in texts.items())
+                texts = {a: f"{a}-{min(a + TOKENS_SHOWN, num_tokens) - 1}" for a in firsts}
+                page.views((text, here(id=id, start=a), a == start) for a, text in texts.items())
             if read.texts is None:
                 page.message("The run's tokenizer cannot be read, so tokens are shown as their ids.")
             cells = _in_reading_order(show.tokens(found.whole, read.texts, start, TOKENS_SHOWN))
@@ -328,7 +328,7 @@ async def group(site: Site, name: str) -> None:
 
 
 def _in_reading_order(shown: Iterable[show.Token]) -> list[dict[str, str]]:
-    """The surer the policy was, the paler; what it did not write is grey. Returns the same for a table."""
+    """The surer the policy was, the paler; what was given is grey. Returns the same for a table."""
     version, cells = None, []
     with ui.element("div").classes("tokens"):
         for token in shown:
@@ -380,7 +380,7 @@ async def compare(site: Site) -> None:
             return curve.compared({live.name: live.series() for live in chosen}, look())
 
         groups = metric_curves()
-        main = [curve for curves in groups.values() for curve in curves if curve.title in _MAIN_TITLES]
+        main = [one for curves in groups.values() for one in curves if one.title in _MAIN_TITLES]
         with ui.element("div").classes("pair"):
             for curve in groups.get(group, [*main, CARDS["goodput"]]):
                 page.chart_panel(curve, partial(drawn, curve))

@@ -52,7 +52,7 @@ class Overview:
         trained = self.books.trained.tokens
         decided = trained + sum(amount.tokens for amount in self.books.dropped.values())
         self.lag_max = int(max((lag for _, lag in self.series.curve("lag_max") if lag), default=0))
-        self.useful_share = trained / decided if decided else None  # of the tokens whose fate is decided
+        self.useful_share = trained / decided if decided else None  # of tokens whose fate is decided
         self.dollars_per_million = None if self.dollars is None or not trained else self.dollars / trained * 1e6
 
     def numbers(self, verdict: Triage | str) -> list[tuple[str, str, str]]:
@@ -191,14 +191,14 @@ class Site:
         return is_run(self.root)
 
     def run(self, name: str) -> LiveRun:
-        """The run of this name. A name is one part of a path, so it cannot lead out of the directory."""
+        """The run of this name: one part of a path, so it cannot lead out of the directory."""
         path = self.root if name == self.root.name and self.is_one_run else self.root / name
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name or not path.is_dir():
             raise UnknownNameError(f"There is no run {name!r} in {self.root}.")
         return self._runs.setdefault(name, LiveRun(path, self._price))
 
     def measured(self, name: str = "") -> LiveRun:
-        """The run of that name; without a name the only one there is, or the one that was written last."""
+        """The run of that name; without one the only run, or the one that was written last."""
         if name or self.is_one_run:
             return self.run(name or self.root.name)
         found = self.facts()

@@ -151,7 +151,7 @@ class EnginePool:
         self.num_failures, self.lost_tokens = 0, 0.0
         self._waiting: deque[GroupPart] = deque()
         self._events: list[tuple[float, int, int]] = []  # when, worker, stamp; void if not newest
-        self._by_load = [(0, i) for i in range(workers)]  # a heap; void where rows are others
+        self._by_load = [(0, i) for i in range(workers)]  # a heap; void where rows changed
         self._numbers = count()
         self._num_rows = 0
         self._active_s, self._active_since_s = 0.0, 0.0  # while any worker had a row

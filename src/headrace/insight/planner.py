@@ -283,15 +283,16 @@ class LayoutPlan:
         self.times, self.step_s = run.stage_s, run.step_s  # seconds of each stage in a step
         self.bottleneck = chosen.bottleneck(run)
         self.goodput = run.goodput * parts * question.useful  # trained tokens per second
-        self.dollars_per_million = dollars_per_million_tokens(self.goodput, per_hour)  # trained tokens
+        self.dollars_per_million = dollars_per_million_tokens(self.goodput, per_hour)  # trained
         self.lag = run.lag_mean  # in versions
         self.num_running = chosen.num_running  # sequences at a time, per engine
         # of one device
-        actor = chosen.roofline.actor_bill(self.num_running, question.sequence_tokens, split.tensor_parallel)
-        self.rollout_bill, self.learner_bill = actor, chosen.learner
+        tokens, learner = question.sequence_tokens, chosen.learner
+        actor = chosen.roofline.actor_bill(self.num_running, tokens, split.tensor_parallel)
+        self.rollout_bill, self.learner_bill = actor, learner
         if split.colocated:  # the cache is given back before activations are made
-            part = "kv_bytes" if actor.kv_bytes < chosen.learner.activation_bytes else "activation_bytes"
-            self.rollout_bill = self.learner_bill = replace(actor + chosen.learner, **{part: 0.0})
+            part = "kv_bytes" if actor.kv_bytes < learner.activation_bytes else "activation_bytes"
+            self.rollout_bill = self.learner_bill = replace(actor + learner, **{part: 0.0})
         self.recomputes = chosen.recomputes  # whether activations are computed again to save memory
         self.transfer, self.sync = chosen.transfer, chosen.sync  # None: both use the same weights
         self.risks = tuple(_risks(question, self))

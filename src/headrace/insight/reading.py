@@ -1,4 +1,4 @@
-"""What a run's ledger says: as one record for triage, for Prometheus, and as a timeline for trace viewers.
+"""What a run's ledger says: a record for triage, for Prometheus, and a timeline for trace viewers.
 
 The first steps of a run are unlike the others (caches fill, programs are compiled), so by default
 the record is about the steps after them. Nothing is written, and the run may go on meanwhile.
@@ -60,7 +60,7 @@ class Spread:
 
     def __init__(self, values: Numbers) -> None:
         self.count, self.mean, self.max = len(values), float(values.mean()), float(values.max())
-        self.cv = float(values.std()) / self.mean if self.mean else 0.0  # standard deviation over mean
+        self.cv = float(values.std()) / self.mean if self.mean else 0.0  # deviation over mean
         self.p50, self.p95, self.p99 = np.quantile(values, (0.5, 0.95, 0.99)).tolist()
 
     @classmethod
@@ -129,7 +129,7 @@ class Reading:
             spans = tables.read_spans(connection, after_rowid=after_rowid)
             restarted = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts"
             self.num_restarts, self.redone_steps = connection.execute(restarted).fetchone()
-        # those that came to their own end: the length of others says nothing about how long answers are
+        # those that came to their own end: the others would have been longer
         answers = found[~np.isin(found["finish"], ("", FinishReason.ABORT))]
         tokens, signal, wall_s = rows.column("trained_tokens"), signal_of(answers), rows.column("wall_s")
         self.measured_steps = range(last_step + 1 - len(rows), last_step + 1)
@@ -139,7 +139,7 @@ class Reading:
         self.occupancy = Occupancy(looked_at, spans, self.config) if len(times) and len(spans) else None
         self.trained_tokens, self.dropped_tokens = int(np.nansum(tokens)), rows.dropped_tokens()
         self.answer_tokens = Spread.of(answers["num_tokens"])  # sampled, per answer
-        # of each step: from the end of 95 in 100 answers to the end of the last; and its share of a step
+        # of each step: from the end of 95 in 100 answers to that of the last; and its share of it
         self.tail_s = Spread.of(tails_s(answers["finished_s"], times)) if len(times) else None
         mean_s = tables.mean(wall_s)
         self.tail_share = min(1.0, self.tail_s.mean / mean_s) if self.tail_s and mean_s else None
@@ -257,7 +257,7 @@ def _number(value: float) -> str:
 
 
 def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
-    """Write a run's timeline, also of one that goes on; returns the file and how many events."""
+    """Write a run's timeline, also while it goes on; returns the file and its number of events."""
     path = out or run_dir / TRACE_FILE
     if path.is_dir():
         raise RunError(f"cannot write {path}: it is a directory; name a file with --out")
@@ -282,14 +282,14 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
 
 def _numbered(events: list[Event]) -> Iterator[Event]:
     """Processes and threads by number, after the names of all of them."""
-    tids = {track: i for i, track in enumerate(dict.fromkeys((e["pid"], e["tid"]) for e in events), 1)}
-    pids = {process: i for i, process in enumerate(dict.fromkeys(process for process, _ in tids), 1)}
+    tids = {key: i for i, key in enumerate(dict.fromkeys((e["pid"], e["tid"]) for e in events), 1)}
+    pids = {key: i for i, key in enumerate(dict.fromkeys(process for process, _ in tids), 1)}
     named = [("process", process, pid, 0) for process, pid in pids.items()]
     named += [("thread", thread, pids[process], tid) for (process, thread), tid in tids.items()]
     for kind, name, pid, tid in named:
         order = tid or (_RUN, DEVICE, REWARD).index(name.split(" (")[0])
-        for what, value in (("name", name), ("sort_index", order)):
-            yield {"name": f"{kind}_{what}", "ph": "M", "pid": pid, "tid": tid, "args": {what: value}}
+        for key, value in (("name", name), ("sort_index", order)):
+            yield {"name": f"{kind}_{key}", "ph": "M", "pid": pid, "tid": tid, "args": {key: value}}
     for event in events:
         yield event | {"pid": pids[event["pid"]], "tid": tids[event["pid"], event["tid"]]}
 

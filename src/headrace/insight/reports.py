@@ -61,7 +61,7 @@ def triage_report(found: Triage | TypedTriage) -> Report:
     moves = Section(
         title="what to change, the best first",
         tables=(Table(columns=columns, rows=rows, numeric={1, 2}),) if found.moves else (),
-        sentences=(*([] if found.moves else [NO_MOVES]), *([general] if advice.moves else []), *basis),
+        sentences=(*([] if found.moves else [NO_MOVES]), *[general] * bool(advice.moves), *basis),
     )
     return Report(title=title, sections=(held_up, moves, *more))
 

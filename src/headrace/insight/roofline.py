@@ -34,7 +34,7 @@ from headrace.insight.hardware import Accelerator, ModelShape
 TRAINING_BYTES_PER_PARAM = 16
 USABLE_SHARE = 0.9  # of a device's memory: the rest is for buffers, fragments and the driver
 CHANGED_SHARE = 0.02  # of bfloat16 weights in a step, as others found at learning rates near 3e-6
-CHANGED_BYTES = 2.1  # of a changed weight and its place: 2.0 where 4% changed, 2.1 at 2%, 2.25 at 1%
+CHANGED_BYTES = 2.1  # of a changed weight with its place: 2.0 if 4% changed, 2.1 at 2%, 2.25 at 1%
 BUCKET_BYTES = 512e6
 SENDERS = 8  # of the learner's devices, at most
 LAYER_NUMBERS = 17
@@ -190,8 +190,8 @@ class Roofline:
         if transfer.encoding is WireFormat.DELTA:
             return CHANGED_BYTES * transfer.changed_share * model.num_params
         query_and_output = 2 * (model.hidden_size + model.attention_size)
-        key_and_value = 2 * model.hidden_size + model.kv_size
-        return number_bytes * transfer.adapter_rank * model.num_layers * (query_and_output + key_and_value)
+        size = query_and_output + 2 * model.hidden_size + model.kv_size  # with key and value
+        return number_bytes * transfer.adapter_rank * model.num_layers * size
 
     def sync_times(self, transfer: Transfer) -> SyncTimes:
         """The four operations of one new version, at the datasheet's speeds."""

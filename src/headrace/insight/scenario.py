@@ -30,7 +30,7 @@ from headrace.types import DropReason, FinishReason
 
 _ROUNDS = 8
 EPISODES_READ = 256
-ROW_TOKENS = 2 / 3  # of training cost as much as a decoded row: a third of its work, half as fast
+ROW_TOKENS = 2 / 3  # of training cost as much as a decoded row: a third of it, half as efficient
 PASS_STEPS = 5  # decode steps cost about as much as a pass of the learner, before its tokens
 DEFAULT_PROMPT_TOKENS = 512.0
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
@@ -142,7 +142,7 @@ def _machine(
     optimizer_s, train_pass_s, token_s = training_speed(
         pass_s, pass_tokens, num_steps, like_pass_s=PASS_STEPS * decode_s
     )
-    offers = spans[(spans["stage"] == "publish") & (spans["detail"] == STALL)]  # not on their way yet
+    offers = spans[(spans["stage"] == "publish") & (spans["detail"] == STALL)]  # not sent yet
     offer_s = covered_s((offers["start_s"], offers["end_s"])) / num_steps if apart else 0.0
     # prefill is what the engine did while no answer ran; a forward pass is a third of training
     forward_s, num_prompt_tokens = token_s / 3, float(prompt_tokens.sum())
@@ -172,7 +172,7 @@ def _machine(
 
 def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) -> Numbers:
     """A worker's seconds for each answer, without the wait for one; 0 if the verdict was known."""
-    free_s, found = [0.0] * num_workers, np.full(len(finished_s), np.nan)  # first come first
+    free_s, found = [0.0] * num_workers, np.full(len(finished_s), np.nan)  # in order of arrival
     for i in np.argsort(finished_s, kind="stable"):
         if np.isnan(scored_s[i]):
             continue
@@ -186,7 +186,7 @@ def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) ->
 def decode_speed(
     running: Intervals, num_tokens: Numbers, elsewhere: Intervals, like_row_s: float = 0.0
 ) -> tuple[float, float]:
-    """Seconds of a decode step and of each row in it; `like_row_s` is what is expected of a row.
+    """Seconds of a decode step and of each row in it; `like_row_s` is what a row takes by expectation.
 
     `running` is when each answer ran, `elsewhere` when the device did something else.
     """
@@ -274,7 +274,7 @@ class Typed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How GPUs are shared out. One GPU, or `colocated`: rollout and learner take turns on all of them."""
+    """How GPUs are shared out. One GPU, or `colocated`: rollout and learner take turns on all."""
 
     gpus: int = 1
     gpus_per_worker: int = 1
@@ -374,7 +374,7 @@ def speeds(roofline: Roofline, rows: int, prompt_tokens: float, mean_tokens: flo
 
 
 def with_speeds(machine: Machine, typed: Typed) -> Machine:
-    """The machine with the speeds of `typed`: those of one rollout worker, and of one GPU that trains."""
+    """The machine with the speeds of `typed`: of one rollout worker, and of one GPU that trains."""
     if typed.rollout_tokens_s:
         rows = machine.rows_per_worker
         full_s = rows / typed.rollout_tokens_s  # a step with every row

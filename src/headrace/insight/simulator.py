@@ -51,20 +51,20 @@ class Simulated:
         # share of its workers' seconds; colocated, it and the learner share one device
         self.rollout_busy = sum(engine.busy_s for engine in engines) / (wall_s * len(engines))
         self.learner_busy = sum(run.stage_busy[name].until(wall_s) for name in ("reference", "train")) / wall_s
-        self.reward_busy = run.rewards.busy_share(wall_s)  # NaN where there is a worker for every answer
+        self.reward_busy = run.rewards.busy_share(wall_s)  # NaN: there is one for every answer
         self.generated_tokens = round(sum(engine.sampled for engine in engines))
         self.trained_tokens = sum(step.trained_tokens for step in self.steps)
-        self.dropped_tokens = {str(reason): round(run.dropped[reason]) for reason in sorted(run.dropped)}
+        self.dropped_tokens = {str(why): round(run.dropped[why]) for why in sorted(run.dropped)}
         self.buffered_tokens = sum(group.num_sampled_tokens for group in run.buffer.buffered)
         self.in_flight_tokens, self.num_failures = round(in_flight), run.pool.num_failures
         decided = self.trained_tokens + sum(self.dropped_tokens.values())
         self.useful_share = self.trained_tokens / max(1, decided)
         self.lag_max = max((lag for step in self.steps for lag in step.lags), default=0)
-        counted = self.steps[min(math.ceil(self.max_lag) + 1, len(self.steps) // 2) :]  # in the means
+        counted = self.steps[min(math.ceil(self.max_lag) + 1, len(self.steps) // 2) :]
         self._counted_s = [step.wall_s for step in counted]
         self.step_s = float(np.mean(self._counted_s))
-        several = {stage: [getattr(step.stage_s, stage) for step in counted] for stage in STAGES}
-        self.stage_s = StageTimes(**{stage: float(np.mean(taken)) for stage, taken in several.items()})
+        of = {stage: [getattr(step.stage_s, stage) for step in counted] for stage in STAGES}
+        self.stage_s = StageTimes(**{stage: float(np.mean(taken)) for stage, taken in of.items()})
         self.goodput = sum(step.trained_tokens for step in counted) / sum(self._counted_s)
         tokens = sum((Counter(step.lags) for step in counted), Counter[int]())
         self.lag_shares = {lag: tokens[lag] / tokens.total() for lag in sorted(tokens)}
@@ -105,7 +105,7 @@ class _RewardPool:
     """First come, first served; when an answer will be scored is known as soon as it comes."""
 
     def __init__(self, num_workers: int, busy: _Busy) -> None:
-        self._free_s = [0.0] * num_workers  # a heap: when each worker is free; empty: there is always one
+        self._free_s = [0.0] * num_workers  # a heap: when each worker is free; empty: one always is
         self._busy, self._worker_s = busy, 0.0
 
     def score(self, now_s: float, seconds: float) -> float:
@@ -246,7 +246,7 @@ class _Simulation:
 
     def _group(self, group: _UnderWay) -> Group:
         """The record that the buffer knows. Of an answer's spans it asks for the oldest alone."""
-        if max(group.lengths) > len(self._blank[0]):  # shared by all answers: nobody reads them
+        if max(group.lengths) > len(self._blank[0]):  # shared by all answers: nobody looks
             size = 2 * max(group.lengths)
             self._blank = np.zeros(size, np.int32), np.ones(size, np.bool_), np.zeros(size, np.float32)
         token_ids, sampled, logprobs = self._blank

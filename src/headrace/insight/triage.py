@@ -39,7 +39,7 @@ LEAST_GAIN = 1.02  # of a move that is worth the trouble, and of a larger one ov
 TAIL_SHARE = 0.5  # of what generation costs: if unequal lengths cost more, they are the bottleneck
 STEPS = 24  # simulated
 NO_TIME = 1e-9  # of what it was: a decode step takes some
-ENGINE_SECONDS = ("decode_s", "decode_row_s", "context_s", "prefill_s", "prefill_token_s")  # of `Machine`
+ENGINE_SECONDS = ("decode_s", "decode_row_s", "context_s", "prefill_s", "prefill_token_s")  # of Machine
 LEARNER_SECONDS = ("train_token_s", "train_pass_s", "optimizer_s")
 SYMBOLS = dict(zip(STAGES, ("τR", "τV", "τref", "τT", "τS"), strict=True))
 
@@ -85,9 +85,8 @@ class Framework(BaseModel, frozen=True, extra="forbid"):
     needs_lag: bool = False  # gains nothing for strictly on-policy training
 
 
-_ADVICE, _WORDS, _FRAMEWORKS = (
-    read_toml(Path(__file__).with_name(f"{name}.toml")) for name in ("advice", "words", "frameworks")
-)
+_FILES = ("advice.toml", "words.toml", "frameworks.toml")
+_ADVICE, _WORDS, _FRAMEWORKS = (read_toml(Path(__file__).with_name(file)) for file in _FILES)
 ADVICE = {Bottleneck(name): Advice(**texts) for name, texts in _ADVICE.items()}
 STAGE_WORDS, PLACEMENT_WORDS = _WORDS.values()
 # The learner computes the reference's log-probs.
@@ -207,11 +206,12 @@ class Triage:
         if not work.environment_s:
             del free[Bottleneck.ENVIRONMENT]
         self.simulated_s = now.step_s  # of a step as it is, and if one thing cost nothing
-        self.without = {name: _simulated(replace(known, **change)).step_s for name, change in free.items()}
+        self.without = {name: _simulated(replace(known, **new)).step_s for name, new in free.items()}
         saved = {name: now.step_s - without_s for name, without_s in self.without.items()}
         tail_s = saved.pop(Bottleneck.TAIL)
         self.bottleneck = max(saved, key=lambda name: saved[name])
-        if self.bottleneck is Bottleneck.GENERATION and tail_s > TAIL_SHARE * saved[self.bottleneck]:
+        engines = Bottleneck.GENERATION
+        if self.bottleneck is engines and tail_s > TAIL_SHARE * saved[engines]:
             self.bottleneck = Bottleneck.TAIL  # it is a few long answers, not the work
         self.moves = _ranked(_moves(known, self.reading.config, now))
 
@@ -231,7 +231,7 @@ class TypedTriage:
             for stage in STAGES
             if (taken_s := getattr(times, stage))
         }
-        changed_s |= {f"{other}: {PLACEMENT_WORDS[other]}": self.step_s[other] for other in Placement}
+        changed_s |= {f"{one}: {PLACEMENT_WORDS[one]}": self.step_s[one] for one in Placement}
         self.moves = _ranked(
             Move(text=text, settings=(), step_s=then_s, gain=now_s / then_s) for text, then_s in changed_s.items()
         )

@@ -18,7 +18,7 @@ from headrace.runs.columns import Numbers
 # Φ(-9) is 1e-19, and 13 beyond the point where x·(1 - F) peaks nothing is left even of n = 10^7 answers
 LOWEST_Z, Z_ABOVE_SIGMA, NUM_CELLS = -9.0, 13.0, 4000
 _Z95 = 1.6448536269514722  # 95 in 100 normally distributed numbers are below this
-LEAST_SHARED = 32  # tokens of a prompt that the learner computes once for its group, as in learner/tree.py
+LEAST_SHARED = 32  # tokens of a prompt that the learner computes once for its group: learner/tree.py
 _LARGEST_RATIO = math.exp(_Z95**2 / 2)  # of a log-normal's p95 to its mean
 
 
@@ -79,7 +79,7 @@ class LogNormal:
         highest_z = min(self.sigma + Z_ABOVE_SIGMA, (math.log(self.cap) - self.mu) / self.sigma)
         z = np.linspace(LOWEST_Z, highest_z, NUM_CELLS + 1)
         beyond = np.array([math.erfc(abs(x) / math.sqrt(2)) / 2 for x in z])
-        log_cdf = np.where(z > 0, np.log1p(-beyond), np.log(beyond))  # with all its digits at both ends
+        log_cdf = np.where(z > 0, np.log1p(-beyond), np.log(beyond))  # exact at both ends
         y = -np.expm1(n * log_cdf) * self.sigma * np.exp(self.mu + self.sigma * z)
         simpson = float(y[0] + 4 * y[1:-1:2].sum() + 2 * y[2:-1:2].sum() + y[-1])
         return start + simpson * float(z[1] - z[0]) / 3
@@ -90,7 +90,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """Numbers that were seen, group by group: answers to one prompt are alike and are drawn together."""
+    """Numbers that were seen, by group: answers to one prompt are alike and are drawn together."""
 
     groups: tuple[Numbers, ...]
 
@@ -148,7 +148,7 @@ class Machine:
     batchwise: bool = False
     straggler_share: float = 0.0  # of the workers
     straggler_factor: float = 1.0  # that those are slower by
-    worker_mtbf_s: float = math.inf  # mean time between a worker's failures
+    worker_mtbf_s: float = math.inf  # mean time between its failures; answers start again
     repair_s: float = 0.0  # until it is back
 
     def __post_init__(self) -> None:

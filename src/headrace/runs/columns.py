@@ -59,7 +59,7 @@ def query(connection: sqlite3.Connection, sql: str, *values: Any) -> Columns:
     names = [name for name, *_ in cursor.description]
     columns = list(zip(*cursor, strict=True)) or [()] * len(names)
     arrays = [
-        np.array([text or "" for text in column], np.str_) if name in _TEXTS else np.array(column, np.float64)
+        np.array([t or "" for t in column], np.str_) if name in _TEXTS else np.array(column, np.float64)
         for name, column in zip(names, columns, strict=True)
     ]
     return np.rec.fromarrays(arrays, names=names, formats=None)
@@ -73,7 +73,7 @@ def read_spans(
     since_s: float = -np.inf,
     newest: int = -1,
 ) -> Columns:
-    """Spans in the order they were booked, of one `stage` or of all; only `newest` of them, if not -1."""
+    """Spans in the order they were booked, of one `stage` or of all; `newest` of them, if not -1."""
     by = "end_s" if since_s > -np.inf else "rowid"  # either way there is an index to go along
     sql = (
         f"SELECT {_SPAN} FROM spans WHERE rowid > ? AND end_s > ? AND stage = COALESCE(?, stage) "
@@ -87,7 +87,7 @@ def read_trajectories(connection: sqlite3.Connection, *, since_s: float = 0.0, n
     """Trajectories in the order they were booked; only `newest` of them, if not -1."""
     last = one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories")
     first = last - newest + 1 if newest >= 0 else 0
-    if since_s > 0.0:  # transfers are in the order of time, and a record is made with its first transfer
+    if since_s > 0.0:  # a record is made with its first transfer, and those are in order of time
         left = one(connection, _LEFT_ENGINE, since_s)
         first = max(first, last + 1 if left is None else left)
     return query(connection, f"SELECT {_TRAJECTORY} FROM trajectories WHERE rowid >= ? ORDER BY rowid", first)

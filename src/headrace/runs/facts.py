@@ -50,7 +50,7 @@ class RunFacts:
 
     @property
     def can_be_resumed(self) -> bool:
-        """Whether `headrace resume` can continue it; without a ledger it starts from its beginning."""
+        """Whether `headrace resume` can continue it; without a ledger it starts from the start."""
         begun = (self.path / FILE_NAME).exists()
         return self.state is RunState.STOPPED and (bool(self.checkpoints) or not begun)
 

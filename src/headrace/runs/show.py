@@ -64,11 +64,12 @@ class Account:
 
 
 class TrajectoryDetails:
-    """One trajectory, what became of it and when; of an unknown id the message has ids that look similar."""
+    """One trajectory, what became of it and when; for an unknown id the message has similar ones."""
 
     def __init__(self, run_dir: Path, id: str) -> None:
         with reading(run_dir) as connection:
-            found = connection.execute(f"SELECT {_COLUMNS} FROM trajectories WHERE id = ?", (id,)).fetchone()
+            query = f"SELECT {_COLUMNS} FROM trajectories WHERE id = ?"
+            found = connection.execute(query, (id,)).fetchone()
             if found is None:
                 raise UnknownNameError(_unknown(connection, run_dir, id))
             query = "SELECT at_s, step, credit FROM transfers WHERE trajectory_id = ? ORDER BY id"
@@ -77,11 +78,12 @@ class TrajectoryDetails:
                 self.whole = next(iter(read_trajectories(connection, "t.id = ?", (id,))), None)
             except (SafetensorError, KeyError, ValueError) as error:
                 raise RunError(f"the tokens of trajectory {id} are damaged: {error}") from error
-        self.id, self.prompt_id, self.serial, self.attempt, self.num_tokens, self.reward, *more = found
+        self.id, self.prompt_id, self.serial, self.attempt, self.num_tokens, *more = found
         # `finish` is None where it was ended before its time
-        parts, self.finish, spans, *times, self.state, self.drop_reason, self.lag, trained_step = more
+        self.reward, parts, self.finish, spans, *times, self.state = more[:-3]
+        self.drop_reason, self.lag, trained_step = more[-3:]
         self.reward_parts: dict[str, float] = json.loads(parts)
-        self.spans = tuple(Span(version=v, start=start, end=end) for v, start, end in json.loads(spans))
+        self.spans = tuple(Span(version=v, start=a, end=b) for v, a, b in json.loads(spans))
         moments = dict(zip(("submitted", "started", "finished", "scored"), times, strict=True))
         moments |= {credit.split(":")[0]: at_s for at_s, _, credit in moves}
         # on the run's clock, in order
@@ -305,7 +307,7 @@ def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
 
 
 def said(whole: Trajectory) -> dict[str, str]:
-    """The answer, or each turn with the reply to it, and what the reward function said, by title."""
+    """The answer, or each turn with the reply to it, what the reward function said, by title."""
     found = {} if whole.turns else {"answer": whole.text}
     for number, turn in enumerate(whole.turns, 1):
         versions = [str(s.version) for s in whole.spans if turn.start <= s.start < turn.end]
