@@ -9,7 +9,7 @@ So the result does not depend on how the step was cut into micro-batches or amon
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -33,6 +33,8 @@ from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.types import Example, FloatArray, Group, Item, Order, Prompt, Sampling, Span, Trajectory
 
+Named = Iterable[tuple[str, nn.Parameter]]
+
 
 class Learner:
     """Trains `policy` in place; with a `sharding`, over which it is cut, together with the other ranks."""
@@ -55,7 +57,7 @@ class Learner:
         self._reference = policy.frozen_copy() if section.kl_coef else None
         if section.checkpoint_activations:
             policy.checkpoint_activations()
-        self._optimizer = Optimizer(policy.held(), section, add_up=sharding.reduced if sharding else None)
+        self._optimizer = Optimizer(policy.held(), section, sharding)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint stores: master weights and moments, as DTensors with a sharding."""
@@ -197,8 +199,7 @@ class WarmStart:
 
     def __init__(self, policy: Policy, section: WarmstartSection, sharding: Sharding | None = None) -> None:
         self._policy, self._section, self._sharding = policy, section, sharding
-        like, add_up = LearnerSection(lr=section.lr, beta2=0.98), sharding.reduced if sharding else None
-        self._optimizer = Optimizer(policy.held(), like, add_up)
+        self._optimizer = Optimizer(policy.held(), LearnerSection(lr=section.lr, beta2=0.98), sharding)
         self._done = 0
 
     def step(self, examples: Sequence[Example]) -> float:
@@ -255,15 +256,10 @@ class Optimizer:
     """One optimizer step, in place, on the weights that the engine decodes with.
 
     A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so masters are kept in
-    float32. `add_up` sums over all ranks, for the norm of the whole gradient.
+    float32. With a `sharding`, gradients are clipped by the norm of all ranks' parts.
     """
 
-    def __init__(
-        self,
-        named: Iterable[tuple[str, nn.Parameter]],
-        section: LearnerSection,
-        add_up: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, named: Named, section: LearnerSection, sharding: Sharding | None = None) -> None:
         trained = {name: p for name, p in named if p.requires_grad}
         self._names, self.parameters = list(trained), list(trained.values())
         dtypes, precise = {p.dtype for p in self.parameters}, (torch.float32, torch.float64)
@@ -273,7 +269,7 @@ class Optimizer:
         one_dtype = len(dtypes) == 1 and torch.float64 not in dtypes  # what `FusedAdamW` can update
         self._on_gpu = AVAILABLE and self.parameters[0].is_cuda and one_dtype
         self._several = False  # backward passes since the last step
-        self._add_up = add_up
+        self._add_up = None if sharding is None else sharding.reduced
         betas, decay = (section.beta1, section.beta2), section.weight_decay
         kind = adamw.FusedAdamW if self._on_gpu else torch.optim.AdamW
         self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
