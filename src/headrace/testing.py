@@ -53,7 +53,7 @@ class ScriptedSampler(Sampler):
     _begun: list[tuple[int, int]] = field(default_factory=list, init=False)
     _finished: list[Trajectory] = field(default_factory=list, init=False)
     _news: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    _asked_under_way: bool = field(default=False, init=False)
+    _under_way: dict[int, dict[int, Trajectory]] | None = field(default=None, init=False)
 
     async def take(self, orders: Sequence[Order]) -> None:
         for order in orders:
@@ -71,12 +71,11 @@ class ScriptedSampler(Sampler):
         self._news.clear()
         begun, self._begun = tuple(self._begun), []
         finished, self._finished = tuple(self._finished), []
-        under_way: dict[int, dict[int, Trajectory]] | None = {} if self._asked_under_way else None
-        self._asked_under_way = False
-        return News(sampled_tokens=self._sampled_tokens, begun=begun, finished=finished, under_way=under_way)
+        told, self._under_way = self._under_way, None
+        return News(sampled_tokens=self._sampled_tokens, begun=begun, finished=finished, under_way=told)
 
     async def tell_under_way(self) -> None:
-        self._asked_under_way = True
+        self._under_way = {}
         self._news.set()
 
     def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
