@@ -40,7 +40,8 @@ class ScriptedSampler(Sampler):
     """A `Sampler` without a model: `script(prompt, index)` gives an answer's pieces, in order.
 
     Sampled tokens have the log-prob `logprob` and the version last committed. Answers are complete
-    at once: nothing is ever under way, cached or staged, so what acts on that does nothing.
+    at once: nothing is ever under way, cached or staged, so what acts on that does nothing. And
+    `greedy` gives None: there is no model to ask.
     """
 
     script: Callable[[Prompt, int], Sequence[Piece]]
@@ -77,10 +78,6 @@ class ScriptedSampler(Sampler):
     async def tell_under_way(self) -> None:
         self._under_way = {}
         self._news.set()
-
-    def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
-        """None: there is no model to ask."""
-        return None
 
     def commit(self, version: int) -> PublishTimes:
         self.version = version
