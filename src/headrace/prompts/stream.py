@@ -174,10 +174,7 @@ class PromptStream:
         return {"num_prompts": self.num_train, "fingerprint": self._fingerprint, **order}
 
     def restore(self, state: Mapping[str, Any], drawn: Mapping[int, str]) -> None:
-        """Continue exactly where `state` was taken; other prompts or another order are refused.
-
-        `drawn` are the ids of the prompts that were drawn, by serial.
-        """
+        """Continue where `state` was taken, and `drawn` are the ids by serial; what is new is refused."""
         now = {**self.state(), "serial": state["serial"]}
         if changed := [name for name in now if state[name] != now[name]]:
             was = ", ".join(f"{name} was {state[name]}, is {now[name]}" for name in changed)

@@ -36,8 +36,8 @@ _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
 _ID = re.compile(r"(?P<serial>\d{1,15})(\.(?P<attempt>\d{1,9}))?:(?P<prompt_id>.+)/(?P<index>\d+)")
 _BROKEN = "\ufffd"  # stands for bytes that are no whole character
 _SCORED = (
-    "SELECT serial, prompt_id, MIN(reward), MAX(reward) FROM trajectories "
-    "WHERE rowid > ? AND rowid <= ? AND reward IS NOT NULL GROUP BY serial, prompt_id"
+    "SELECT prompt_id, MIN(reward), MAX(reward) FROM trajectories WHERE rowid > ? AND rowid <= ? "
+    "AND reward IS NOT NULL GROUP BY serial, prompt_id ORDER BY serial"
 )
 _COLUMNS = (
     "id, prompt_id, serial, attempt, num_tokens, reward, reward_parts, finish, spans, "
@@ -116,7 +116,7 @@ class DataSet:
     """How the prompts stand, by the newest group of each. Every trajectory is read once."""
 
     _last: int = 0  # row that was read
-    _newest: dict[str, tuple[int, float, float]] = field(default_factory=dict)  # serial, rewards from and to
+    _newest: dict[str, tuple[float, float]] = field(default_factory=dict)  # the lowest and highest reward
 
     def standing(self, run_dir: Path) -> str:
         with reading(run_dir) as connection:
@@ -124,19 +124,14 @@ class DataSet:
             last = one(connection, "SELECT COALESCE(MAX(rowid), 0) FROM trajectories")
             if last < self._last:  # another run took its place
                 self._last, self._newest = 0, {}
-            found = connection.execute(_SCORED, (self._last, last)).fetchall()
-        for serial, id, low, high in found:
-            before, *known = self._newest.get(id, (-1, low, high))
-            if before <= serial:
-                both = (low, high, *known) if before == serial else (low, high)
-                self._newest[id] = (serial, min(both), max(both))
-        self._last = last
-        ranges = [rewards for _, *rewards in self._newest.values()]
-        middle = (min(ranges)[0] + max(high for _, high in ranges)) / 2 if ranges else 0.0
-        learning = sum(low < high for low, high in ranges)
-        solved = sum(low == high and (low > middle or low == middle > 0) for low, high in ranges)
-        told = {"solved": solved, "learning": learning, "unsolved": len(ranges) - solved - learning}
-        told |= {"not yet seen": int(total) - len(ranges)} if total else {}
+            found = connection.execute(_SCORED, (self._last, last))
+            self._newest |= {id: (low, high) for id, low, high in found}
+        self._last, groups = last, self._newest.values()
+        middle = sum((min(groups, default=(0, 0))[0], max((high for _, high in groups), default=0))) / 2
+        learning = sum(low < high for low, high in groups)
+        solved = sum(low == high and (low > middle or low == middle > 0) for low, high in groups)
+        told = {"solved": solved, "learning": learning, "unsolved": len(groups) - solved - learning}
+        told |= {"not yet seen": int(total) - len(groups)} if total else {}
         return ", ".join(f"{num:,} {name}" for name, num in told.items())
 
 
