@@ -78,7 +78,7 @@ class Occupancy:
 
     def __init__(self, times: Columns, spans: Columns, config: Config) -> None:
         steps, stage = (times["start_s"], times["end_s"]), spans["stage"]
-        starts_s, ends_s = (tables.elapsed_s(steps, spans[side]) for side in ("start_s", "end_s"))
+        starts_s, ends_s = (tables.elapsed_s(spans[side], steps) for side in ("start_s", "end_s"))
 
         def busy_s(of: BoolArray, at_once: int = 1) -> float:
             return tables.covered_s((starts_s[of], ends_s[of]), at_once=at_once)
@@ -141,7 +141,7 @@ class Reading:
         self.answer_tokens = Spread.of(answers["num_tokens"])  # sampled, per answer
         # of each step: from the end of 95 in 100 answers to that of the last; and its share of it
         self.tail_s = Spread.of(tails_s(answers["finished_s"], times)) if len(times) else None
-        mean_s = tables.mean(wall_s)
+        mean_s = self.step_s.mean if self.step_s else 0.0
         self.tail_share = min(1.0, self.tail_s.mean / mean_s) if self.tail_s and mean_s else None
         # from an answer's end to its verdict, the wait for a worker included
         self.verdict_s = Spread.of(answers["scored_s"] - answers["finished_s"])

@@ -191,8 +191,7 @@ def decode_speed(
     `running` is when each answer ran, `elsewhere` when the device did something else.
     """
     # from here on, time is the engine's: what the device did elsewhere is taken out
-    apart = tables.union(elsewhere)
-    start_s, end_s = (at_s - tables.elapsed_s(apart, at_s) for at_s in running)
+    start_s, end_s = (at_s - tables.elapsed_s(at_s, elsewhere) for at_s in running)
     steps = num_tokens - 1.0
     use = (end_s > start_s) & (steps > 0)
     if not use.any():

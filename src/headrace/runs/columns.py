@@ -165,36 +165,30 @@ def mean(values: Numbers) -> float | None:
     return float(known.mean()) if len(known) else None
 
 
-def union(intervals: Intervals) -> Intervals:
-    """The same moments in intervals that do not touch, in order."""
-    order = np.argsort(intervals[0], kind="stable")
-    starts, ends = intervals[0][order], intervals[1][order]
-    reached = np.maximum.accumulate(ends)
-    first = np.append(True, starts[1:] > reached[:-1])[: len(starts)]
-    return starts[first], reached[np.roll(first, -1)]
-
-
-def elapsed_s(intervals: Intervals, at_s: Numbers) -> Numbers:
-    """Seconds of these intervals, which are in order and apart, that had gone by at each moment."""
-    starts, ends = intervals
-    after_s = np.cumsum(ends - starts)
-    edges_s = np.stack([starts, ends], axis=1).ravel()
-    gone_s = np.stack([after_s - (ends - starts), after_s], axis=1).ravel()
-    return np.interp(at_s, np.insert(edges_s, 0, 0.0), np.insert(gone_s, 0, 0.0))
-
-
 def overlaps(*parts: Intervals) -> tuple[Numbers, Numbers]:
     """The moments at which an interval begins or ends, in order, and how many last from each on."""
     starts, ends = (np.concatenate(side) for side in zip(*parts, strict=True))
     moments = np.concatenate([starts, ends])
-    order = np.argsort(moments, kind="stable")
+    order = np.argsort(moments, kind="stable")  # where one begins as another ends, the beginning is first
     return moments[order], np.cumsum(np.where(order < len(starts), 1.0, -1.0))
+
+
+def union(intervals: Intervals) -> Intervals:
+    """The same moments in intervals that do not touch, in order."""
+    moments, lasting = overlaps(intervals)
+    return moments[np.roll(lasting == 0, 1)], moments[lasting == 0]
+
+
+def elapsed_s(at_s: npt.ArrayLike, *parts: Intervals, at_once: int = 1) -> Numbers:
+    """Seconds in the intervals that had gone by at each moment, counted as in `covered_s`."""
+    moments, lasting = (np.insert(values, 0, 0.0) for values in overlaps(*parts))
+    gone_s = np.cumsum(np.diff(moments) * np.minimum(lasting, at_once)[:-1])
+    return np.interp(at_s, moments, np.insert(gone_s, 0, 0.0))
 
 
 def covered_s(*parts: Intervals, at_once: int = 1) -> float:
     """Seconds in the intervals; where they overlap, no more than `at_once` of them count."""
-    moments, lasting = overlaps(*parts)
-    return float((np.diff(moments) * np.minimum(lasting, at_once)[:-1]).sum())
+    return float(elapsed_s(np.inf, *parts, at_once=at_once))
 
 
 def by_group(answers: Columns) -> tuple[Columns, Ints]:
