@@ -183,7 +183,8 @@ def elapsed_s(at_s: npt.ArrayLike, *parts: Intervals, at_once: int = 1) -> Numbe
     """Seconds in the intervals that had gone by at each moment, counted as in `covered_s`."""
     moments, lasting = (np.insert(values, 0, 0.0) for values in overlaps(*parts))
     gone_s = np.cumsum(np.diff(moments) * np.minimum(lasting, at_once)[:-1])
-    return np.interp(np.asarray(at_s, float), moments, np.insert(gone_s, 0, 0.0))
+    found: Numbers = np.interp(np.asarray(at_s, float), moments, np.insert(gone_s, 0, 0.0))
+    return found
 
 
 def covered_s(*parts: Intervals, at_once: int = 1) -> float:
