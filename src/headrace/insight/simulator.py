@@ -51,7 +51,9 @@ class Simulated:
         # share of its workers' seconds; colocated, it and the learner share one device
         self.rollout_busy = sum(engine.busy_s for engine in engines) / (wall_s * len(engines))
         self.learner_busy = sum(run.stage_busy[name].until(wall_s) for name in ("reference", "train")) / wall_s
-        self.reward_busy = run.rewards.busy_share(wall_s)  # NaN: there is one for every answer
+        scored_s = run.scoring_s - sum(max(0.0, free_s - wall_s) for free_s in run.scorers)  # so far
+        # NaN where there is a worker for every answer
+        self.reward_busy = scored_s / (wall_s * len(run.scorers)) if run.scorers else math.nan
         self.generated_tokens = round(sum(engine.sampled for engine in engines))
         self.trained_tokens = sum(step.trained_tokens for step in self.steps)
         self.dropped_tokens = {str(why): round(run.dropped[why]) for why in sorted(run.dropped)}
@@ -101,30 +103,6 @@ class _Busy:
         return self._total_s - max(0.0, self._reached_s - now_s)
 
 
-class _RewardPool:
-    """First come, first served; when an answer will be scored is known as soon as it comes."""
-
-    def __init__(self, num_workers: int, busy: _Busy) -> None:
-        self._free_s = [0.0] * num_workers  # a heap: when each worker is free; empty: one always is
-        self._busy, self._worker_s = busy, 0.0
-
-    def score(self, now_s: float, seconds: float) -> float:
-        end_s = now_s + seconds
-        if self._free_s and seconds:  # a verdict that is known already needs no worker
-            end_s = max(now_s, self._free_s[0]) + seconds
-            heapq.heapreplace(self._free_s, end_s)
-        self._busy.add(now_s, end_s)
-        self._worker_s += seconds
-        return end_s
-
-    def busy_share(self, now_s: float) -> float:
-        """Of the workers' seconds so far; what they will do later does not count."""
-        if not self._free_s:
-            return math.nan
-        later_s = sum(max(0.0, free_s - now_s) for free_s in self._free_s)
-        return (self._worker_s - later_s) / (now_s * len(self._free_s))
-
-
 @dataclass(slots=True, eq=False)
 class _UnderWay:
     """A group from its start to the buffer."""
@@ -162,7 +140,8 @@ class _Simulation:
         rng, prompt_tokens = np.random.default_rng([seed, 1]), workload.prompt_tokens
         self.pool = EnginePool(machine, rng, prompt_tokens, self._on_begin, self._on_end)
         self.stage_busy = {stage: _Busy() for stage in STAGES}
-        self.rewards = _RewardPool(machine.reward_workers, self.stage_busy["reward"])
+        self.scorers = [0.0] * machine.reward_workers  # a heap: when each is free; empty: there is always one
+        self.scoring_s = 0.0  # of all of them
         self.dropped: defaultdict[str, float] = defaultdict(float)
         self.steps: list[SimulatedStep] = []
         self._running: dict[int, _UnderWay] = {}
@@ -216,12 +195,17 @@ class _Simulation:
             self.buffer.begin(group.serial, self.published)
 
     def _on_end(self, group: _UnderWay, length: int) -> None:
-        """An answer is complete: it is scored at once, whatever its group does."""
+        """An answer is complete: first come, first scored, whatever its group does."""
         group.num_left -= 1
         group.done_tokens += length
-        played_s = self.loop.time() + self.workload.environment_s
-        scored_s = self.rewards.score(played_s, group.reward_s[group.num_left])
-        group.scored_s = max(group.scored_s, scored_s)
+        played_s, seconds = self.loop.time() + self.workload.environment_s, group.reward_s[group.num_left]
+        end_s = played_s + seconds
+        if self.scorers and seconds:  # a verdict that is known already needs no worker
+            end_s = max(played_s, self.scorers[0]) + seconds
+            heapq.heapreplace(self.scorers, end_s)
+        self.stage_busy["reward"].add(played_s, end_s)
+        self.scoring_s += seconds
+        group.scored_s = max(group.scored_s, end_s)
         if not group.num_left:
             self.loop.call_at(group.scored_s, lambda: self._tasks.create_task(self._put(group)))
 
