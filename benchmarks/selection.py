@@ -4,8 +4,9 @@
     python benchmarks/selection.py --data mixed                      # 900 prompts; one in three cannot be solved
     python benchmarks/selection.py --model RUN/model --seeds 0 1 2   # from a policy that has learnt already
 
-All runs begin with one model: the demo after its warm start, or `--model`. Each goes on until it has
-generated `--tokens`, at a constant learning rate, and is evaluated every ten steps. A run is a process of its own.
+All runs begin with one model: the demo after its warm start, or `--model`. Each goes on until it has generated
+`--tokens`, at a constant learning rate, and is evaluated every ten steps on the demo's held-out prompts, and at its end
+on more that are made for it. A run is a process of its own.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from typing import Any
 
 from script import commit, positive
 
-from headrace.api import Watcher, train
+from headrace.api import Watcher, evaluate_run, train
 from headrace.config_file import DEMO, load_config
 from headrace.measured import Row
 from headrace.prompts.arithmetic import REWARD, ArithmeticSource
 
 EVERY = 10  # steps between evaluations
 NUM_MIXED, ONE_IN = 900, 3  # prompts, and how many of them have an answer that is wrong
+AT_THE_END = ("prompts.eval_source=arithmetic", "prompts.eval_count=2048")
 COMMON = ("loop.target_reward=10", "learner.schedule=constant", "model.threads=1")
 
 
@@ -45,7 +47,7 @@ def main() -> None:
         if arguments.data == "mixed":
             data = mixed(Path(directory) / "mixed.jsonl")
         runs = [
-            _run(arguments.tokens, select, seed, [*data, f"model.path={model}", f"run.dir={directory}/{select}-{seed}"])
+            _run(arguments.tokens, select, seed, [*data, f"model.path={model}"], f"{directory}/{select}-{seed}")
             for seed in arguments.seeds
             for select in ("uniform", "signal")
         ]
@@ -62,13 +64,15 @@ def mixed(path: Path) -> list[str]:
     return [f"prompts.source={path}", "prompts.eval_source=arithmetic", f"reward.function={REWARD}"]
 
 
-def _run(tokens: int, select: str, seed: int, settings: list[str]) -> dict[str, Any]:
-    job = {"tokens": tokens, "settings": [*settings, f"prompts.select={select}", f"run.seed={seed}"]}
+def _run(tokens: int, select: str, seed: int, settings: list[str], directory: str) -> dict[str, Any]:
+    settings = [*settings, f"run.dir={directory}", f"prompts.select={select}", f"run.seed={seed}"]
+    job = {"tokens": tokens, "settings": settings, "directory": directory}
     command = [sys.executable, __file__, "--child", json.dumps(job)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     run = {"select": select, "seed": seed, **json.loads(done.stdout.splitlines()[-1])}
     print(
         f"{select:8} seed {seed}: {run['no_signal'] / run['generated']:.1%} dropped as no_signal, held-out scores:",
+        f"{run['score']:.3f} at the end,",
         *(f"{score:.3f} at {at:,}" for at, score in run["scores"]),
         flush=True,
     )
@@ -96,7 +100,8 @@ class Meter(Watcher):
 def _child(job: dict[str, Any]) -> None:
     meter = Meter(job["tokens"])
     train(load_config(DEMO, [*COMMON, "warmstart.steps=0", f"loop.eval_every={EVERY}", *job["settings"]]), meter)
-    print(json.dumps({name: getattr(meter, name) for name in ("steps", "generated", "no_signal", "scores")}))
+    found = {name: getattr(meter, name) for name in ("steps", "generated", "no_signal", "scores")}
+    print(json.dumps(found | {"score": evaluate_run(job["directory"], AT_THE_END)}))
 
 
 def _arguments() -> argparse.Namespace:
