@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +37,7 @@ from headrace.types import (
     Group,
     Item,
     Order,
+    Outcomes,
     Prompt,
     Score,
     Span,
@@ -194,8 +195,12 @@ class Prompts:
     def state(self) -> dict[str, Any]:
         return {"serial": self._serial}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], drawn: Mapping[int, str]) -> None:
         self._serial = state["serial"]
+        assert drawn == {serial: f"p{serial}" for serial in range(self._serial)}
+
+    def heed(self, outcomes: Callable[[Iterable[int]], Outcomes]) -> None:
+        """The order is fixed."""
 
 
 @dataclass
