@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -130,7 +131,9 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
                 server.weights_changed(0)
             for name in ("equal", "tail"):
                 one = found[f"{model}/{name}"] = compare(policy, engines, name, arguments.repeats)
-                rows += [[model, name, *line(one, which)] for which in engines]
+                fresh = [[model, name, *line(one, which)] for which in engines]
+                print(*("  ".join(row) for row in fresh), sep="\n", file=sys.stderr, flush=True)
+                rows += fresh
     columns = ["engine", "tok/s", "of the embedded engine's", "off", "update, s"]
     print(table(["model", "job", *columns], rows))
     return found
