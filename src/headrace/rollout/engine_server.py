@@ -84,11 +84,11 @@ class Server:
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.directory = Path(tempfile.mkdtemp("-engine", "headrace-", shared))
         self._log = self.directory / "log"
-        write(self.directory)
-        self._launch = launch(self.directory)
         own = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}  # which are of ours
-        with self._log.open("wb") as log:
-            try:
+        try:
+            write(self.directory)
+            self._launch = launch(self.directory)
+            with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
                     [*(shlex.split(command) or [""]), *self._launch.words],
                     stdin=subprocess.DEVNULL,
@@ -97,9 +97,9 @@ class Server:
                     env=own | {"HF_HUB_OFFLINE": "1"} | self._launch.env,
                     start_new_session=True,
                 )
-            except (OSError, ValueError) as error:
-                shutil.rmtree(self.directory)
-                raise ConfigError(f"rollout.command = '{command}' cannot be started: {error}") from error
+        except (OSError, ValueError) as error:
+            shutil.rmtree(self.directory)
+            raise ConfigError(f"rollout.command = '{command}' cannot be started: {error}") from error
         theirs, self._alive = os.pipe()
         guard = ["sh", "-c", GUARD, str(self._process.pid), str(self.directory)]
         subprocess.run(guard, stdin=theirs, start_new_session=True, check=True)
