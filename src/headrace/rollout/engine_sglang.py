@@ -38,7 +38,7 @@ class SglangEngine(ServerEngine):
             flags += " --disable-overlap-schedule"
         if not self.on_gpu:
             kv_tokens = max(context, min(running * context, 2**30 // kv_bytes_per_token(self.policy)))
-            flags += f" --device cpu --max-total-tokens {kv_tokens}"
+            flags += f" --device cpu --max-total-tokens {kv_tokens} --sleep-on-idle"
             env |= {"SGLANG_USE_CPU_ENGINE": "1"}
         headers = {"Authorization": f"Bearer {key}"}
         return Launch(flags.split(), env, (HOST, port), headers, release="/server_info", least="0.5.19")
