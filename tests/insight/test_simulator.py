@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import subprocess
 import sys
 import time
@@ -290,7 +291,18 @@ def test_a_spread_has_the_mean_and_the_p95_that_were_asked_for():
         LogNormal.of_p95(1.0, 9.0)
 
 
-def test_a_thousand_gpus_take_less_than_a_minute_for_a_hundred_steps():
+def queued_s() -> float:
+    """Seconds of this process for 100,000 entries through a heap: how fast Python is here, now."""
+    started_s, heap = time.process_time(), list[tuple[int, int]]()
+    for i in range(100_000):
+        heapq.heappush(heap, (i * 7919 % 100_003, i))
+    while heap:
+        heapq.heappop(heap)
+    return time.process_time() - started_s
+
+
+def test_a_thousand_gpus_are_simulated_quickly():
+    """Two steps of 8,192 answers cost as much as 300,000 entries through a heap; twice that is too much."""
     work = Workload(groups_per_step=512, samples=16, tokens=LogNormal(mean=4096.0, cv=1.0, cap=32768.0))
     one = Machine(
         rollout_workers=96,  # of eight GPUs each
@@ -301,12 +313,12 @@ def test_a_thousand_gpus_take_less_than_a_minute_for_a_hundred_steps():
         publish_s=2.0,
         reward_workers=64,
     )
-    spent_s = []
-    while not spent_s or (min(spent_s) * 50 > 60 and len(spent_s) < 3):  # others may be using the machine
-        started_s = time.process_time()
+    ratios: list[float] = []
+    while not ratios or (min(ratios) > 6 and len(ratios) < 3):  # others may be using the machine
+        queued, started_s = queued_s(), time.process_time()
         assert len(simulate(work, one, max_lag=0, steps=2).steps) == 2
-        spent_s.append(time.process_time() - started_s)
-    assert min(spent_s) * 50 < 60
+        ratios.append((time.process_time() - started_s) / queued)
+    assert min(ratios) < 6
 
 
 def test_virtual_time_passes_without_waiting_and_in_order():
