@@ -35,15 +35,15 @@ from headrace.ledger.journal import read_partials, read_trajectories
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.place.place import Place
-from headrace.policy.demo import chat_tokenizer
+from headrace.policy.demo import chat_tokenizer, write_random
 from headrace.runs.audit import audit, books
-from headrace.testing import tiny_model
 from headrace.types import Order, Trajectory
 
 KINDS = ("environment", "function", "command")
 STEPS, GROUPS, SAMPLES, TURNS = 4, 3, 3, 3
 MOST_KILLS = 3  # of one run
 END_S = 10.0  # for what a dead process had started
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "max_position_embeddings": 256}
 PRELOADED = ["headrace.api", "headrace.serve.agent", "transformers.models.qwen3.modeling_qwen3"]
 Key = tuple[int, int]  # a group's serial, and the index of an episode in it
 
@@ -90,7 +90,7 @@ def settings(directory: Path, name: str, kind: str, max_lag: int) -> list[str]:
     """Of a run in `name`; what it needs is made if it is not there."""
     code, prompts = directory / "user_code.py", directory / "prompts.jsonl"
     if not prompts.exists():
-        tiny_model(directory / "model", tokenizer=chat_tokenizer())
+        write_random(directory / "model", 0, chat_tokenizer(), **SMALL)
         code.write_text(USER_CODE)
         records = ({"id": f"p{i}", "prompt": f"Say {i}."} for i in range(60))
         prompts.write_text("".join(json.dumps(record) + "\n" for record in records))

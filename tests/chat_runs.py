@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from doubles import tiny_model
 from tiny_runs import Workshop
 
 from headrace.config import Config
 from headrace.policy.demo import chat_tokenizer
-from headrace.testing import tiny_model
 
 # Any text is an answer to `reply`, so a random model can play. What it replies follows from the text alone.
 ENVIRONMENTS = '''

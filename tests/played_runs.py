@@ -81,7 +81,6 @@ class World:
     kinds: tuple[str, ...]
     rule: str  # for what is in flight when a process dies
     skipped: set[int]  # steps whose gradient is not finite
-    min_share: float = 1.0
     steps: int = 4
     every_steps: int = 2  # a checkpoint
     checkpoints: dict[int, tuple[int, Any]] = field(default_factory=dict)  # version -> weights, facts
@@ -107,7 +106,7 @@ class World:
         return Config(
             model=ModelSection(exact=self.exact),
             rollout=RolloutSection(samples=SAMPLES),
-            buffer=BufferSection(drop_overlong=True, patience=100, min_share=self.min_share),
+            buffer=BufferSection(drop_overlong=True, patience=100),
             loop=LoopSection(steps=self.steps, max_lag=self.max_lag, groups_per_step=self.groups_per_step),
             recovery=RecoverySection(every_steps=self.every_steps, in_flight=self.rule),
         )
@@ -418,7 +417,6 @@ class Process:
             LagPolicy(
                 max_lag=world.max_lag,
                 groups_per_step=world.groups_per_step,
-                min_share=world.min_share,
                 most_at_once=MOST_AT_ONCE,
             ),
             Sieve(config.buffer),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from doubles import tiny_model
 from tiny_runs import Workshop, write_prompts
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ from headrace.learner import learner
 from headrace.measured import Row
 from headrace.roles import Watcher
 from headrace.rollout import engine
-from headrace.testing import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,8 @@ HUGE = 10**12
         ("reward.timeout_s=1e-9", "at least 0.01"),
         ("recovery.hang_s=1e30", "at most 100,000,000"),
         ("learner.lr=inf", "at most 1,000,000,000"),
-        ("learner.beta1=1", "below 1"),
-        ("learner.beta2=1", "below 1"),
+        ("learner.betas=[1, 0.9]", "two numbers"),
+        ("learner.betas=[0.9]", "two numbers"),
         ("rollout.temperature=1e-300", "at least 1e-06"),
         ("rollout.top_p=1e-300", "at least 1e-06"),
         ("loop.eval_temperature=1e-300", "use 0, which is greedy, or at least 1e-06"),

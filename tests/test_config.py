@@ -66,7 +66,7 @@ def test_overrides_are_toml_or_plain_text(override, section, key, value):
         ("learner.steps", "loop.steps"),
         ("rollout.temprature", "rollout.temperature"),
         ("lerner.lr", "learner.lr"),
-        ("learner.adam.beta1", "learner.beta1"),
+        ("learner.adam.beta", "learner.betas"),
         ("max_lagg", "loop.max_lag"),
     ],
 )
@@ -135,10 +135,10 @@ def test_all_mistakes_come_at_once(toml):
         "loop.steps has no value",
         "learner.learning_rate",
         "unknown setting steps",
-        "learner.loss",
         "loop.max_lag",
         "rollout.samples = 1 and learner.advantage",
         "rollout.samples = 1 and buffer.drop_no_signal",
+        "learner.loss",
     ]
     assert all(part in line for part, line in zip(order, lines[1:], strict=True)), lines
 

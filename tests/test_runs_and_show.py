@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from doubles import tiny_model
 from hand_made import group, group_of, trajectory
 from test_cli import headrace, problem
 from tiny_runs import Workshop, select
@@ -24,7 +25,6 @@ from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.runs.facts import RunState, read_run, read_runs
 from headrace.runs.show import DROP_WORDS, TokenTexts, newest_ids, read_trajectory, token_texts
-from headrace.testing import tiny_model
 from headrace.types import Attempt, DropReason, Span
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doubles import tiny_model
 from safetensors.torch import load_file
 
 from headrace import api
@@ -23,7 +24,6 @@ from headrace.measured import Row
 from headrace.place.learner_rank import LearnerRank
 from headrace.place.place import Place, open_place
 from headrace.place.rollout_worker import RolloutWorker
-from headrace.testing import tiny_model
 
 NUM_PROMPTS = 50
 

@@ -91,10 +91,9 @@ def _refuse_finished(run_dir: Path, config: Config) -> None:
     told, more = f"{run_dir} has finished its {steps} steps", f"headrace resume {run_dir} loop.steps={2 * steps}"
     if why:
         told = f"{run_dir} has finished after {steps} steps: {why}"
-        more += " loop.target_reward=inf loop.eval_patience=0"
+        more += " loop.target_reward=inf"
     before, wanted = files.run_config(run_dir).loop, config.loop
-    still = (wanted.target_reward, wanted.eval_patience) == (before.target_reward, before.eval_patience)
-    if wanted.steps <= steps or (why and still):
+    if wanted.steps <= steps or (why and wanted.target_reward == before.target_reward):
         raise RunError(f"{told}. To train on: {more}")
 
 
@@ -202,7 +201,7 @@ def _with_engines(
         buffer={"filters": ()},  # their files may be gone, and nothing is trained on
         place={"cluster": "local"},
         rollout={"workers": 1},
-        learner={"ranks": 1},
+        learner={"ranks": 1, "loss": "ppo", "advantage": "grpo"},
     )
 
     async def run() -> Result:

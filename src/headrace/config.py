@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -24,12 +25,17 @@ MOST_S = 10**8  # three years; timers of operating systems overflow later
 MOST_TRAJECTORIES = 10**6  # under way at a time: each is an object in memory
 
 DEMOS = ("demo", "demo-chat")  # models that are made on the spot
-SELECTIONS = ("uniform", "in-order", "signal")  # of prompts
+OWN = {  # settings that take the name of a function, too
+    "prompts.select": ("uniform", "in-order", "signal"),
+    "learner.advantage": ("grpo", "dr-grpo", "rloo", "reinforce++", "gae"),
+    "learner.loss": ("ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"),
+}
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+UpToOne = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
 Timeout = Annotated[float, Field(ge=0.01, le=MOST_S)]
 Name = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # of a file or a function: no zero bytes
@@ -188,10 +194,6 @@ class BufferSection(SettingsSection):
     drop_no_signal: bool = setting(True, "drop groups with equal rewards: their gradient is zero")
     drop_overlong: bool = setting(False, "drop answers cut at max_new_tokens or max_wall_s")
     filters: tuple[str, ...] = setting((), "module:function or file.py:function; group -> keep it?")
-    min_share: Annotated[float, Field(gt=0, le=1)] = setting(
-        1.0,
-        "when no group runs, train on at least this share; below, new groups replace dropped ones",
-    )
     patience: PositiveInt = setting(16, "stop after dropping all groups of this many steps")
 
 
@@ -201,8 +203,7 @@ class LearnerSection(SettingsSection):
     lr: NonNegativeFloat = setting(1e-6, "learning rate", most=MOST)
     warmup_steps: NonNegativeInt = setting(0, "steps in which the learning rate rises to lr")
     schedule: Literal["constant", "linear", "cosine"] = setting("constant", "lr after warm-up")
-    beta1: BelowOne = setting(0.9, "AdamW")
-    beta2: BelowOne = setting(0.99, "AdamW")
+    betas: tuple[BelowOne, BelowOne] = setting((0.9, 0.99), "AdamW")
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW", most=MOST)
     grad_clip: NonNegativeFloat = setting(1.0, "largest gradient norm; 0 is off")
     ranks: PositiveInt = setting(
@@ -212,16 +213,25 @@ class LearnerSection(SettingsSection):
     )
     micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per pass, of each rank")
     checkpoint_activations: bool = setting(False, "recompute activations, to save memory")
-    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++"] = setting("grpo", "how rewards become advantages")
+    epochs: PositiveInt = setting(1, "times that a step's groups are trained on before its version is published")
+    minibatches: PositiveInt = setting(1, "updates of the weights in each epoch, each on a part of the step's groups")
+    advantage: Name = setting(
+        "grpo", "of rewards: grpo, dr-grpo, rloo, reinforce++, gae (a critic), or file.py:function (groups) -> groups"
+    )
+    gae_lambda: UpToOne = setting(1.0, "gae: 0 trusts the critic's next value, 1 the rewards alone")
+    value_lr: NonNegativeFloat = setting(1e-3, "learning rate of the critic's head", most=MOST)
+    value_coef: NonNegativeFloat = setting(0.1, "weight of the critic's loss in the policy's gradient", most=MOST)
     credit: Literal["episode", "turn", "state", "agent"] = setting(
         "episode",
         "what turns are credited with: the episode's reward, their own return compared by turn or state, or what their "
         "agent earned (the part of the reward with its name)",
     )
-    discount: Annotated[float, Field(ge=0, le=1)] = setting(
-        1.0, "of rewards of later turns in a turn's return (credit per turn or state)"
+    discount: UpToOne = setting(
+        1.0, "of rewards of later turns in a turn's return (credit per turn or state), or of later tokens (gae)"
     )
-    loss: Literal["ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"] = setting("ppo", "policy-gradient objective")
+    loss: Name = setting(
+        "ppo", "ppo, decoupled-ppo, cispo, gspo, reinforce, or file.py:function (LossInput) -> LossTerms"
+    )
     aggregation: Literal["token", "sequence", "constant"] = setting(
         "token",
         "mean over the step's tokens, over its sequences' means, or sum over a constant length",
@@ -232,8 +242,9 @@ class LearnerSection(SettingsSection):
         "none",
         "importance weight proximal/behaviour: truncate it at a limit, or mask outside two limits",
     )
-    correction_low: NonNegativeFloat = setting(0.5, "masked: a smaller weight drops the token")
-    correction_high: PositiveFloat = setting(2.0, "largest weight; masked: a larger one drops the token")
+    correction_limits: tuple[NonNegativeFloat, PositiveFloat] = setting(
+        (0.5, 2.0), "largest weight; masked: a weight outside of both drops the token"
+    )
     kl_coef: NonNegativeFloat = setting(
         0.0,
         "weight of the divergence (KL) from the reference, the weights before the first step; 0 is off",
@@ -248,6 +259,11 @@ class LearnerSection(SettingsSection):
     )
     lora_alpha: PositiveFloat = setting(32.0, "scale of adapters: lora_alpha / lora_rank", most=MOST)
 
+    @property
+    def in_whole_steps(self) -> bool:
+        """Whether a step's first update needs all of its groups."""
+        return self.advantage == "gae" or self.epochs * self.minibatches > 1
+
 
 class LoopSection(SettingsSection):
     """How much, how far ahead, how often."""
@@ -261,9 +277,6 @@ class LoopSection(SettingsSection):
         0, "how many versions old a trained token may be; 0 is strictly on-policy, 0.5 half a step ahead", most=10_000
     )
     eval_every: NonNegativeInt = setting(0, "steps between evaluations; 0: only before and after")
-    eval_patience: NonNegativeInt = setting(
-        0, "end sooner, after this many evaluations in a row without a better score; 0 is off"
-    )
     keep_best: bool = setting(False, "keep the weights of the best evaluation during training in best/")
     eval_samples: PositiveInt = setting(1, "answers per held-out prompt", most=10_000)
     eval_temperature: NonNegativeFloat = setting(
@@ -317,7 +330,6 @@ class PublishSection(SettingsSection):
         "object_store",
         "Ray's shared memory, a broadcast between processes, or files in the run directory",
     )
-    bucket_mb: PositiveInt = setting(64, "weights travel in pieces of this many MB", most=2**16)
     timeout_s: PositiveFloat = setting(
         120.0, "an engine that does not have new weights by then is replaced", most=MOST_S
     )
@@ -372,15 +384,15 @@ class Config(SettingsSection):
 
 def _of_learning(config: Config) -> Iterator[str]:
     learner, samples, max_lag = config.learner, config.rollout.samples, config.loop.max_lag
-    if samples < 2 and learner.advantage != "reinforce++":
+    if samples < 2 and learner.advantage in ("grpo", "dr-grpo", "rloo"):
         yield (
             f"rollout.samples = 1 and learner.advantage = '{learner.advantage}': "
-            "a group of one has no baseline; use at least 2 samples, or 'reinforce++'"
+            "a group of one has no baseline; use at least 2 samples, 'reinforce++' or 'gae'"
         )
-    if samples < 2 and config.buffer.drop_no_signal:
+    if samples < 2 and config.buffer.drop_no_signal and learner.advantage != "gae":
         yield "rollout.samples = 1 and buffer.drop_no_signal = true: every group would be dropped"
-    if learner.correction == "masked" and learner.correction_low >= learner.correction_high:
-        yield "learner.correction_low must be smaller than learner.correction_high"
+    if learner.correction == "masked" and learner.correction_limits[0] >= learner.correction_limits[1]:
+        yield "learner.correction_limits: the first must be smaller than the second"
     if config.reward.function == "regex" and not config.reward.pattern:
         yield "reward.function = 'regex' needs reward.pattern"
     if learner.kl_coef and learner.kl_in == "loss" and learner.kl_estimator == "k1":
@@ -404,14 +416,20 @@ def _of_learning(config: Config) -> Iterator[str]:
         )
 
 
-def _of_selection(config: Config) -> Iterator[str]:
-    if (select := config.prompts.select) not in SELECTIONS and ":" not in select:
-        known = ", ".join(f"'{name}'" for name in SELECTIONS)
-        yield f"prompts.select = '{select}' is none of {known}, and names no 'file.py:function'"
+def _of_algorithms(config: Config) -> Iterator[str]:
+    learner = config.learner
+    for key, names in OWN.items():
+        if (given := attrgetter(key)(config)) not in names and ":" not in given:
+            known = ", ".join(f"'{name}'" for name in names)
+            yield f"{key} = '{given}' is none of {known}, and names no 'file.py:function'"
+    if learner.advantage == "gae" and learner.credit != "episode":
+        yield f"learner.advantage = 'gae' and learner.credit = '{learner.credit}': the critic credits each token itself"
+    if learner.minibatches * learner.ranks > config.loop.groups_per_step:
+        yield "learner.minibatches x learner.ranks is more than loop.groups_per_step: each needs a group of its own"
 
 
 def _of_generation(config: Config) -> Iterator[str]:
-    yield from _of_selection(config)
+    yield from _of_algorithms(config)
     source, rollout, loop = config.prompts.source, config.rollout, config.loop
     if config.model.path in DEMOS and source != "arithmetic" and not config.warmstart.steps:
         yield (
@@ -424,9 +442,8 @@ def _of_generation(config: Config) -> Iterator[str]:
         yield 'rollout.stop has an empty text "", which would end every answer at its first token'
     if 0 < loop.eval_temperature < LEAST:
         yield f"loop.eval_temperature = {loop.eval_temperature}: use 0, which is greedy, or at least {LEAST}"
-    for key in ("eval_patience", "keep_best"):
-        if getattr(loop, key) and not loop.eval_every:
-            yield f"loop.{key} needs evaluations during training: set loop.eval_every"
+    if loop.keep_best and not loop.eval_every:
+        yield "loop.keep_best needs evaluations during training: set loop.eval_every"
     if rollout.on_wall == "park" and not rollout.max_wall_s:
         yield ("rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside")
     num_trajectories = int(rollout.samples * loop.groups_per_step * (loop.max_lag + 1))

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -77,6 +77,7 @@ def rooted(config: Config) -> Config:
         | {"select": _absolute_function(prompts.select)},
         run={"dir": run.dir and os.path.abspath(run.dir)},
         reward={"function": _absolute_function(config.reward.function)},
+        learner={key: _absolute_function(getattr(config.learner, key)) for key in ("advantage", "loss")},
         episode={"environment": _absolute_function(episode.environment), "agent": agent},
         buffer={"filters": tuple(map(_absolute_function, config.buffer.filters))},
     )
@@ -321,6 +322,8 @@ def _annotation_text(annotation: Any) -> str:
         return "one of " + ", ".join(map(_toml_value, get_args(annotation)))
     if get_origin(annotation) is tuple:
         item = get_args(annotation)[0]
+        if get_origin(item) is Annotated:
+            return "a list of two numbers"
         example = get_args(item)[0] if get_origin(item) is Literal else "text"
         return f'a list of {_annotation_text(item).removeprefix("one of ")}, such as ["{example}"]'
     return {bool: "true or false", int: "a whole number", str: "text"}.get(annotation, "a number")

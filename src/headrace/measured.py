@@ -119,6 +119,7 @@ class StepStats:
     kl_reference: float
     clipped_share: float
     mismatch: Mismatch
+    value_loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +230,7 @@ class Row:
         "mismatch/ratio_outside", "share of tokens with ratio outside [0.9, 1.1]", exported="ratio_outside_share"
     )
     clipped_share: float = _metric("learner/clipped_share", "share of tokens whose ratio was clipped")
+    value_loss: float = _metric("learner/value_loss", "half the squared error of the critic's values, a token's mean")
     effective_samples: float = _metric(
         "mismatch/effective_samples",
         "effective sample size of the importance weights, as a share: (Σw)² / (n Σw²)",

@@ -434,8 +434,10 @@ class Item:
     """What the loss needs of a trajectory. Example: Item(trajectory=Trajectory(...), advantage=0.8)."""
 
     trajectory: Trajectory
-    advantage: float | FloatArray  # one for all, or of each sampled token [S]
+    advantage: float | FloatArray  # one for all, or of each sampled token [S]; for GAE first their rewards
     reference: FloatArray | None = None  # [S] log-probs of its sampled tokens under the reference
+    start: FloatArray | None = None  # [3, S] at the start of the step: log-probs, values, returns
+    minibatch: int = 0  # in which of the updates of an epoch it is trained on
 
 
 @dataclass(frozen=True, slots=True)

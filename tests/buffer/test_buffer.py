@@ -45,12 +45,11 @@ def make(
     *,
     patience: int = 10**6,
     overlong: bool = False,
-    min_share: float = 1.0,
     most_at_once: int = 0,
 ) -> tuple[Buffer, Books]:
     books = Books()
     buffer = Buffer(
-        LagPolicy(max_lag=max_lag, groups_per_step=size, min_share=min_share, most_at_once=most_at_once),
+        LagPolicy(max_lag=max_lag, groups_per_step=size, most_at_once=most_at_once),
         Sieve(BufferSection(drop_overlong=overlong)),
         patience=patience,
         on_buffered=books.on_buffered,
@@ -246,9 +245,8 @@ async def test_one_good_group_ends_a_barren_stretch():
     assert await soon(buffer.next()) is None
 
 
-async def wave_of_four(min_share: float) -> Buffer:
-    """Two of the step's four groups are left when nothing runs any more."""
-    buffer, _ = make(max_lag=0, size=4, min_share=min_share)
+async def test_a_wave_is_complete_before_its_dropped_groups_are_replaced():
+    buffer, _ = make(max_lag=0, size=4)
     for serial in range(await buffer.admit()):
         buffer.start(serial)
     await buffer.put(group(0))
@@ -260,26 +258,7 @@ async def wave_of_four(min_share: float) -> Buffer:
     assert not waiting.done()  # 3 may still come
     await buffer.put(group(3))
     assert (await waiting).serial == 3
-    return buffer
-
-
-async def test_a_step_with_enough_of_its_groups_does_without_the_rest():
-    buffer = await wave_of_four(min_share=0.5)
-    assert await soon(buffer.admit()) is None
-    assert await asyncio.wait_for(buffer.next(), 1.0) is None
-    await buffer.settle(1)
-    assert await soon(buffer.admit()) == 4, "the next step has all its places"
-
-
-async def test_a_step_with_too_few_of_its_groups_waits_for_others():
-    buffer = await wave_of_four(min_share=0.6)
-    waiting = asyncio.create_task(buffer.next())
     assert await soon(buffer.admit()) == 2
-    buffer.start(4), buffer.start(5)
-    await buffer.lose(4, DropReason.REWARD_ERROR)
-    await buffer.put(group(5))
-    assert (await waiting).serial == 5
-    assert await asyncio.wait_for(buffer.next(), 1.0) is None, "three of four are enough"
 
 
 async def test_stale_groups_are_no_stall():

@@ -373,7 +373,7 @@ def test_settings_show_what_was_set_and_on_request_all(browser: Any, server: Ser
     page = tab.open("/run/real/settings", "tbody tr")
     keys = [cell.inner_text() for cell in page.query_selector_all("tbody td:first-child")]
     assert "loop.max_lag" in keys
-    assert "learner.beta1" not in keys
+    assert "learner.betas" not in keys
     page.get_by_text("show all settings").click()
     page.wait_for_function(f"document.querySelectorAll('tbody tr').length >= {len(explain())}")
     meanings = {setting.key: setting.doc for setting in explain()}

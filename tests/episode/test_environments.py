@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from chat_runs import ChatWorkshop
+from doubles import tiny_model
 from tiny_runs import play, rank_of, rows_of, same_bits, select, weights
 
 from headrace import api
@@ -26,7 +27,6 @@ from headrace.place.place import Place
 from headrace.policy.demo import chat_tokenizer
 from headrace.reward.pool import JudgePool, Setup
 from headrace.runs.audit import audit, books
-from headrace.testing import tiny_model
 from headrace.types import Item, Prompt, Trajectory
 
 

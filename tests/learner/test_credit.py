@@ -62,7 +62,7 @@ def test_an_agent_has_the_part_with_its_name_whatever_its_turns():
         [-0.25, 0.25],
         [-0.25, 0.25, -0.25, 0.25],
     ]
-    kept, dropped = Sieve(BufferSection(), by_turn=True).sift(group)
+    kept, dropped = Sieve(BufferSection(), learner=LearnerSection(credit="turn")).sift(group)
     assert kept is not None
     assert not dropped
     assert Sieve(BufferSection()).sift(group)[0] is None, "without credit of its own, nobody's reward differs"

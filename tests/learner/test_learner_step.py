@@ -158,7 +158,7 @@ def by_hand(policy: Policy, groups: list[Group], section: LearnerSection, refere
     norm = torch.cat([g.flatten() for g in gradients]).norm()
     for gradient in gradients if section.grad_clip else []:
         gradient.mul_(min(1.0, section.grad_clip / float(norm)))
-    betas = (section.beta1, section.beta2)
+    betas = section.betas
     torch.optim.AdamW(parameters, lr=section.lr, betas=betas, weight_decay=section.weight_decay).step()
     stats = StepStats(grad_norm=float(norm), lr=section.lr, skipped=False, mismatch=None, **sums)  # type: ignore[arg-type]
     return Outcome(gradients, [p.detach().clone() for p in parameters], stats)
@@ -187,7 +187,7 @@ def sequence_loss(
         )
     )
     carried = s.loss in CARRIES_WEIGHT
-    low, high = s.correction_low, s.correction_high
+    low, high = s.correction_limits
     weight, kept = correction_weight(s.correction, current, behaviour, low=low, high=high, carried=carried)
     loss = (terms.per_token * weight)[kept].sum()
     sums["entropy"] -= float(current.detach().sum())
@@ -225,8 +225,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut(policy: Policy, loss: Any, aggr
         loss=loss,
         aggregation=aggregation,
         correction=correction,
-        correction_low=0.8,
-        correction_high=1.2,
+        correction_limits=(0.8, 1.2),
         weight_decay=0.1,
         grad_clip=0.05,
     )

@@ -116,7 +116,7 @@ def test_the_rate_given_is_the_rate_used():
 
 def test_settings_reach_adamw():
     weight, same = parameter(2.0, -1.0), parameter(2.0, -1.0)
-    optimizer = optimizer_for(weight, beta1=0.5, beta2=0.7, weight_decay=0.3)
+    optimizer = optimizer_for(weight, betas=(0.5, 0.7), weight_decay=0.3)
     plain = torch.optim.AdamW([same], lr=0.1, betas=(0.5, 0.7), weight_decay=0.3)
     for i in range(3):
         gradient(weight, 1.0, i - 1.5)

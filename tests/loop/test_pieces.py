@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doubles import Piece, ScriptedJudge, ScriptedSampler, scripted_place
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_runs import Workshop, rank_of, rows_of
@@ -20,7 +21,6 @@ from headrace.loop.resume import resume
 from headrace.measured import Row
 from headrace.runs.audit import audit
 from headrace.runs.show import read_trajectory
-from headrace.testing import Piece, ScriptedJudge, ScriptedSampler, scripted_place
 from headrace.types import Prompt
 
 STEPS = 3

@@ -38,7 +38,6 @@ class Recovery(RuleBasedStateMachine):
     @initialize(
         max_lag=st.sampled_from([0, 0, 1, 3]),
         groups_per_step=st.integers(1, 3),
-        min_share=st.sampled_from([1.0, 1.0, 0.5]),
         exact=st.booleans(),
         kinds=st.lists(st.sampled_from(KINDS), max_size=5),
         rule=st.sampled_from(["requeue", "requeue", "resume", "drop"]),
@@ -223,7 +222,7 @@ class Recovery(RuleBasedStateMachine):
             first = serial
             groups: list[int] = []
             scores: list[float] = []
-            while len(groups) < size * self.world.min_share:  # a wave, as large as its need
+            while len(groups) < size:  # a wave, as large as its need
                 missing, begun, kept = size - len(groups), begun_before + serial - first, kept_before + len(groups)
                 wave = range(serial, serial + max(missing, min(ceil(missing * (begun + 1) / (kept + 1)), MOST_AT_ONCE)))
                 serial = wave.stop

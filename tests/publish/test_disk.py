@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from doubles import tiny_model
 from safetensors.torch import load_file
 from small_weights import copied, same_bits, stepped, weights
 
 from headrace.errors import PublishError
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.publish.encoding import Encoder
-from headrace.testing import tiny_model
 
 
 def test_safetensors_reads_a_full_version_of_any_precision(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from headrace.config import BufferSection
+from headrace.config import BufferSection, LearnerSection
 from headrace.errors import StalledError
 from headrace.types import DropReason, Group, Score, Trajectory
 
@@ -25,7 +25,6 @@ class LagPolicy:
 
     max_lag: float
     groups_per_step: int
-    min_share: float = 1.0  # of groups_per_step that suffices for a step
     eager: bool = False  # always admit all that max_lag allows, whether the learner needs it or not
     most_at_once: int = 0  # groups that the engines have rows for
 
@@ -80,14 +79,6 @@ class LagPolicy:
         """
         return max(window - -(-idle // 8), self.least_window)
 
-    def missing(self, *, ready: int, in_flight: int) -> int:
-        """Groups that the next step does without, if `ready` of its groups are buffered or taken.
-
-        None while groups are in flight: they may still come.
-        """
-        enough = ready >= self.min_share * self.groups_per_step
-        return max(0, self.groups_per_step - ready) if enough and not in_flight else 0
-
     @staticmethod
     def order(group: Group) -> tuple[int, int]:
         """Sort key of buffered groups: the oldest version first, then by serial."""
@@ -128,7 +119,7 @@ class Sieve:
 
     section: BufferSection
     keeps: Callable[[str, Group], Awaitable[Score]] | None = None  # a filter: its reward is 1 or 0
-    by_turn: bool = False  # turns have credit of their own: they are a signal, too
+    learner: LearnerSection = field(default_factory=LearnerSection)  # which decides what is a signal
     first_error: str = ""
 
     async def refusal(self, group: Group) -> str | None:
@@ -152,10 +143,10 @@ class Sieve:
         """
         group, dropped = self._uncut(group)
         reason = refusal if group.trajectories else DropReason.INCOMPLETE
-        if reason is None and self.section.drop_no_signal:
-            answers = group.trajectories
+        if reason is None and self.section.drop_no_signal and self.learner.advantage != "gae":
+            answers, by_turn = group.trajectories, self.learner.credit != "episode"
             parts = [(*(turn.reward for turn in t.turns), *sorted(t.reward_parts.items())) for t in answers]
-            if len({(t.reward, *(own if self.by_turn else ())) for t, own in zip(answers, parts, strict=True)}) == 1:
+            if len({(t.reward, *(own if by_turn else ())) for t, own in zip(answers, parts, strict=True)}) == 1:
                 reason = DropReason.NO_SIGNAL
         if reason is None:
             return group, dropped
@@ -188,9 +179,8 @@ class Buffer:
     buffered: list[Group] = field(default_factory=list)  # sorted by `policy.order`
     _attempts: dict[int, int] = field(default_factory=dict)  # serial -> attempt, in flight
     _held: bool = False
-    _committed: int = 0  # groups admitted and not dropped, plus those that steps did without
+    _committed: int = 0  # groups admitted and not dropped
     _taken: int = 0  # groups of the current step
-    _missing: int = 0  # groups that the current step does without
     _wave_left: int = 0
     _begun: Recent = (0, 0)  # groups started
     _kept: Recent = (0, 0)  # those of them that were buffered
@@ -209,8 +199,6 @@ class Buffer:
         self.version, self.wave, self.buffered = version, wave, sorted(buffered, key=self.policy.order)
         self._committed = version * self.policy.groups_per_step + len(buffered)
         self._begun, self._kept = begun, kept
-        if self.policy.max_lag == 0 and not num_again:  # its wave was complete
-            self._do_without()
         self._wave_left = num_again
 
     # ---- the producer's side
@@ -273,7 +261,6 @@ class Buffer:
                 insort(self.buffered, kept, key=self.policy.order)
                 self.on_buffered(kept)
                 waits = True
-            self._do_without()
             self._changed.notify_all()
             return waits
 
@@ -284,7 +271,6 @@ class Buffer:
             self._committed -= 1
             if reason not in (DropReason.STALE, DropReason.RUN_ENDED):  # not the task's fault
                 self._barren[reason] += 1
-            self._do_without()
             self._changed.notify_all()
 
     # ---- the learner's side
@@ -292,13 +278,13 @@ class Buffer:
     async def next(self) -> Group | None:
         """The next group to train on. Its lag is checked here, not only at admission.
 
-        None if the step has all its groups, or as many as it will get.
+        None if the step has all its groups.
         """
         waited = False
         async with self._changed:
             while True:
                 self._evict()
-                all_taken = self._taken + self._missing >= self.policy.groups_per_step
+                all_taken = self._taken >= self.policy.groups_per_step
                 if all_taken and (self.policy.max_lag > 0 or not (self.in_flight or self.buffered)):
                     return None
                 group = self.policy.select(self.buffered, self.in_flight)
@@ -319,8 +305,8 @@ class Buffer:
         """`version` is published. Returns the serials of groups in flight that are too old now."""
         async with self._changed:
             self.version = version
-            self._committed -= max(0, self._taken + self._missing - self.policy.groups_per_step)  # more than it needed
-            self._taken = self._missing = 0
+            self._committed -= max(0, self._taken - self.policy.groups_per_step)  # more than it needed
+            self._taken = 0
             self._begun, self._kept = (self._begun[1], 0), (self._kept[1], 0)
             self._window, self._idle = self.policy.narrowed(self._window, idle=self._idle or 0), None
             self._changed.notify_all()
@@ -340,13 +326,6 @@ class Buffer:
         waiting, self.buffered = self.buffered, []
         return waiting
 
-    def _do_without(self) -> None:
-        """If the step can be taken without dropped groups, they are not replaced."""
-        ready, in_flight = self._taken + len(self.buffered), len(self.in_flight)
-        missing = self.policy.missing(ready=ready, in_flight=in_flight)
-        self._committed += missing - self._missing
-        self._missing = missing
-
     def _evict(self) -> None:
         old = self.policy.evict(self.buffered, version=self.version)
         for group in old:
@@ -354,7 +333,6 @@ class Buffer:
             self._committed -= 1
             self.on_drop([(t, DropReason.STALE) for t in group.trajectories], group, True)
         if old:
-            self._do_without()
             self._changed.notify_all()
 
     def _check_progress(self) -> None:

@@ -60,7 +60,6 @@ class Calibration:
             samples=config.rollout.samples,
             max_new_tokens=config.rollout.max_new_tokens,
             drop_overlong=config.buffer.drop_overlong,
-            min_share=config.buffer.min_share,
             no_signal_share=self.workload.no_signal_share if config.buffer.drop_no_signal else 0.0,
         )
         return Calibration(workload=workload, machine=machine, max_lag=config.loop.max_lag)

@@ -130,7 +130,6 @@ class _Simulation:
         policy = LagPolicy(
             max_lag=max_lag,
             groups_per_step=workload.groups_per_step,
-            min_share=workload.min_share,
             eager=machine.batchwise,  # a batch begins as a whole
             most_at_once=machine.rollout_workers * machine.rows_per_worker // workload.samples,
         )

@@ -117,7 +117,6 @@ class Workload:
     no_signal_share: float = 0.0  # of the groups: all their rewards are equal, so they are dropped
     max_new_tokens: int = 0  # answers of this length were cut; 0: none is
     drop_overlong: bool = False  # as buffer.drop_overlong
-    min_share: float = 1.0  # as buffer.min_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

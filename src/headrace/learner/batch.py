@@ -31,6 +31,7 @@ class Batch:
     sequence_ids: Tensor  # [N] which sequence a sampled token belongs to
     num_sequences: int
     reference: Tensor | None  # [N]
+    start: Tensor | None  # [3, N] at the start of the step: log-probs, values, returns
     support: Support | None
     routes: Tensor | None  # [T, L, K]
 
@@ -46,6 +47,7 @@ def pack(
     sampled = np.concatenate([t.sampled for t in trajectories])
     counts = [t.num_sampled_tokens for t in trajectories]
     references = [s.reference for s in sequences if s.reference is not None]
+    starts = [s.start for s in sequences if s.start is not None]
     advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, sequences, strict=True)]
     replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
     lengths, after, tokens, rows = Forest(trajectories).laid_out()
@@ -64,6 +66,7 @@ def pack(
         sequence_ids=tensor(np.repeat(np.arange(len(sequences)), counts)),
         num_sequences=len(sequences),
         reference=tensor(np.concatenate(references)) if references else None,
+        start=tensor(np.concatenate(starts, axis=1)) if starts else None,
         support=_support(trajectories, device),
         routes=None if routers is None or replayed is None else routers.to_device(replayed[tokens], device),
     )

@@ -47,6 +47,15 @@ def credits(
     ]
 
 
+def token_rewards(t: Trajectory) -> FloatArray:
+    """Of each sampled token: a turn's reward comes with its last one, the rest with the very last."""
+    given = np.zeros(t.num_sampled_tokens, np.float32)
+    for turn, end in zip(t.turns, np.cumsum([turn.end - turn.start for turn in t.turns]), strict=True):
+        given[max(end, 1) - 1] += turn.reward or 0.0
+    given[-1:] += (t.reward or 0.0) - given.sum()
+    return given
+
+
 def _earnings(section: LearnerSection, t: Trajectory, reward: float) -> Iterator[tuple[Key, Key, float]]:
     """Each agent, or each turn from the last on; what its peers share with it; what it earned."""
     if section.credit == "agent":

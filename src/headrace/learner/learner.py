@@ -3,14 +3,15 @@
 A step is `accumulate` for each micro-batch of an `Intake`, and `finish`. Gradients are summed
 unnormalised and divided once, at the end, by the number of tokens or sequences of the whole step.
 So the result does not depend on how the step was cut into micro-batches or among processes
-(`Sharding`), and work can begin before the step's last group exists.
+(`Sharding`), and work can begin before the step's last group exists. With a critic, or several
+updates per step (`learner.epochs`, `learner.minibatches`), it begins when the step is complete.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,7 +28,7 @@ from headrace.errors import ModelError
 from headrace.kernels import AVAILABLE, adamw
 from headrace.learner.batch import Batch, balanced, pack
 from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
-from headrace.learner.objective import normaliser, objective
+from headrace.learner.objective import STD_FLOOR, gae, normaliser, objective
 from headrace.measured import Mismatch, StepStats
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
@@ -52,19 +53,22 @@ class Learner:
         self.policy, self.section, self.sharding = policy, section, sharding
         self.step_index = 0
         self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
-        # over the step: sequences; loss, log-probs, clipped tokens, KL; those of the mismatch
-        self._sums = torch.zeros(5 + NUM_SUMS, dtype=torch.float64)
+        # over the update: sequences; loss, log-probs, clipped tokens, KL, critic's loss; those of the mismatch
+        self._sums = torch.zeros(6 + NUM_SUMS, dtype=torch.float64)
+        self._waiting: list[Item] = []  # of the step, if its updates need all of it
         self._reference = policy.frozen_copy() if section.kl_coef else None
         if section.checkpoint_activations:
             policy.checkpoint_activations()
         self._optimizer = Optimizer(policy.held(), section, sharding)
+        self._critic = Critic(policy, section, sharding) if section.advantage == "gae" else None
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint stores: master weights and moments, as DTensors with a sharding."""
         found, shards = self._optimizer.tensors(), self.policy.shards
-        if shards is None:
-            return found
-        return {name: shards.as_part(name.split(".", 1)[1], part) for name, part in found.items()}
+        if shards is not None:
+            found = {name: shards.as_part(name.split(".", 1)[1], part) for name, part in found.items()}
+        values = {} if self._critic is None else self._critic.optimizer.tensors()
+        return found | {f"value.{name}": tensor for name, tensor in values.items()}
 
     def weights(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Names and whole weights as `dtype`, one at a time to save memory.
@@ -84,6 +88,8 @@ class Learner:
     def loaded(self, step: int) -> None:
         """The tensors were written to from outside: they are those after `step` steps."""
         self._optimizer.loaded()
+        if self._critic is not None:
+            self._critic.optimizer.loaded()
         self.step_index = step
 
     @torch.no_grad()
@@ -94,16 +100,23 @@ class Learner:
         kl_in="loss" the KL compares whole distributions; with kl_in="reward", where only the
         log-probs of the sampling are known, it compares distributions cut to the sampling support.
         """
-        assert self._reference is not None
-        found: dict[str, FloatArray] = {}
-        everything = [Item(trajectory=t, advantage=0.0) for t in group.trajectories]
-        for items, batch in self._batches(self._reference, everything):
-            support = batch.support if self.section.kl_in == "reward" else None
-            logprobs, _ = self._reference.logprobs(batch.token_ids, batch.plan, batch.at, batch.temperature, support)
-            counts = [item.trajectory.num_sampled_tokens for item in items]
-            for item, values in zip(items, logprobs.float().cpu().split(counts), strict=True):
-                found[item.trajectory.id] = values.numpy()
-        return [found[t.id] for t in group.trajectories]
+        reference = self._reference
+        assert reference is not None
+
+        def compute(b: Batch) -> Tensor:
+            support = b.support if self.section.kl_in == "reward" else None
+            return reference.logprobs(b.token_ids, b.plan, b.at, b.temperature, support)[0].float()
+
+        return self._of_each(reference, [Item(trajectory=t, advantage=0.0) for t in group.trajectories], compute)
+
+    def _of_each(self, policy: Policy, items: Sequence[Item], compute: Callable[[Batch], Tensor]) -> list[FloatArray]:
+        """For each item what `compute` says of its sampled tokens `[.., N]`."""
+        known: dict[str, FloatArray] = {}
+        for part, batch in self._batches(policy, items):
+            counts = [item.trajectory.num_sampled_tokens for item in part]
+            for item, own in zip(part, compute(batch).cpu().split(counts, dim=-1), strict=True):
+                known[item.trajectory.id] = own.numpy()
+        return [known[item.trajectory.id] for item in items]
 
     @torch.no_grad()
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
@@ -115,6 +128,12 @@ class Learner:
         return mismatch_of(sums if self.sharding is None else self.sharding.reduced(sums))
 
     def accumulate(self, items: Sequence[Item]) -> None:
+        if self.section.in_whole_steps:
+            self._waiting += items
+        else:
+            self._add(items)
+
+    def _add(self, items: Sequence[Item]) -> None:
         for _, batch in self._batches(self.policy, items, backward=True):
             # one transfer, and last: any earlier wait for the GPU would leave it idle
             self._sums[1:] += self._backward(batch).cpu()
@@ -125,8 +144,9 @@ class Learner:
     ) -> Iterator[tuple[Sequence[Item], Batch]]:
         """Micro-batches, equally many on all ranks: in one that is empty here, this rank only takes part."""
         alone = self.sharding is None or self.sharding.num_ranks == 1
+        cut_before = backward and alone and not self.section.in_whole_steps
         routers = policy.routers if policy is self.policy else None  # the reference chooses its own experts
-        passes = [items] if backward and alone else [*balanced(items, self.section.micro_batch_tokens)]
+        passes = [items] if cut_before else [*balanced(items, self.section.micro_batch_tokens)]
         if self.sharding is not None:
             most = int(self.sharding.reduced(torch.tensor(len(passes)), dist.ReduceOp.MAX))
             passes += [[]] * (most - len(passes))
@@ -139,28 +159,72 @@ class Learner:
     def _backward(self, batch: Batch) -> Tensor:
         """Add the micro-batch's gradients. Returns, on the device, what `_sums[1:]` adds up."""
         with torch.enable_grad():
-            current, unfiltered = self._logprobs(batch)
-            length = self._constant_length
-            loss, clipped, divergence = objective(self.section, batch, current, unfiltered, constant_length=length)
+            passed, length = self._logprobs(batch), self._constant_length
+            loss, clipped, divergence, critic = objective(self.section, batch, passed, constant_length=length)
             self._optimizer.make_room()
             loss.backward()
-        parts = (loss.detach(), current.detach().sum(), clipped.sum(), divergence.sum())
+        parts = (loss.detach(), passed[0].detach().sum(), clipped.sum(), divergence.sum(), critic.sum())
         sums = torch.stack([part.double() for part in parts])
-        return torch.cat([sums, mismatch_sums(current, batch.behaviour)])
+        return torch.cat([sums, mismatch_sums(passed[0], batch.behaviour)])
 
-    def _logprobs(self, b: Batch) -> tuple[Tensor, Tensor]:
-        """Of the sampled tokens: over the sampling support, and over the vocabulary."""
-        return self.policy.logprobs(b.token_ids, b.plan, b.at, b.temperature, b.support, b.routes)
+    def _logprobs(self, b: Batch) -> tuple[Tensor, ...]:
+        """Of the sampled tokens: over the sampling support, and over the vocabulary; the critic's values."""
+        values = None if self._critic is None else self._critic.values
+        return self.policy.logprobs(b.token_ids, b.plan, b.at, b.temperature, b.support, b.routes, values)
 
     def finish(self) -> StepStats:
-        """The optimizer step, in place. Call it only between two engine steps."""
+        """The updates of the step, in place. Call it only between two engine steps."""
+        items, self._waiting = self._waiting, []
+        if not self.section.in_whole_steps:
+            stats = self._update()
+        else:
+            items, mismatch = self._from_start(items)
+            updates = []
+            for k in [*range(self.section.minibatches)] * self.section.epochs:
+                self._add([item for item in items if item.minibatch == k])
+                updates.append(self._update())
+            stats = mean_of(updates, mismatch)
+        self.step_index += 1
+        return stats
+
+    @torch.no_grad()
+    def _from_start(self, items: Sequence[Item]) -> tuple[list[Item], Mismatch]:
+        """Items with what is known before the first update: log-probs and, by the critic, advantages."""
+        sums, section = torch.zeros(NUM_SUMS, dtype=torch.float64), self.section
+
+        def compute(batch: Batch) -> Tensor:
+            logprobs, _, *values = self._logprobs(batch)
+            sums.add_(mismatch_sums(logprobs, batch.behaviour).cpu())
+            return torch.stack([logprobs, *(values or [logprobs]), logprobs])
+
+        starts = self._of_each(self.policy, items, compute)
+        given: list[Any] = [item.advantage for item in items]
+        if self._critic is not None:
+            given = gae(given, [start[1] for start in starts], discount=section.discount, decay=section.gae_lambda)
+            for start, advantage in zip(starts, given, strict=True):
+                start[2] = start[1] + advantage
+            given = self._whitened(given)
+        mismatch = mismatch_of(sums if self.sharding is None else self.sharding.reduced(sums))
+        return [replace(x, advantage=a, start=s) for x, a, s in zip(items, given, starts, strict=True)], mismatch
+
+    def _whitened(self, advantages: Sequence[np.ndarray]) -> list[FloatArray]:
+        """Over all tokens of the step the mean becomes 0 and the standard deviation 1."""
+        flat = np.concatenate([np.zeros(0), *advantages])
+        sums = torch.tensor([len(flat), flat.sum(), np.square(flat).sum()], dtype=torch.float64)
+        count, total, squares = (sums if self.sharding is None else self.sharding.reduced(sums)).tolist()
+        mean = total / count
+        std = math.sqrt(max(squares / count - mean * mean, 0.0))
+        return [((advantage - mean) / (std + STD_FLOOR)).astype(np.float32) for advantage in advantages]
+
+    def _update(self) -> StepStats:
+        """The optimizer step with the gradients added so far."""
         sums, self._sums = self._sums, torch.zeros_like(self._sums)
         if self.sharding is not None:
             assert self.policy.shards is not None
             self.policy.shards.hand_over_gradients()
             sums = self.sharding.reduced(sums)
-        num_sequences, loss, logprobs, clipped, divergence = sums[:5].tolist()
-        mismatch = mismatch_of(sums[5:])
+        num_sequences, loss, logprobs, clipped, divergence, critic = sums[:6].tolist()
+        mismatch = mismatch_of(sums[6:])
         scale = 1.0 / normaliser(self.section.aggregation, mismatch.count, int(num_sequences))
         lr = learning_rate(self.section, self.step_index, self._total_steps)
         # a NaN log-prob can hide from the gradient behind a clamp, but not from the loss
@@ -171,7 +235,8 @@ class Learner:
                 f"step {self.step_index + 1}: the weights '{name}' are no longer finite numbers, so no gradient can "
                 "be. Resume the run from its last checkpoint; if this happens again, lower learner.lr"
             )
-        self.step_index += 1
+        if self._critic is not None:
+            self._critic.step(scale if math.isfinite(norm) else math.nan)
         return StepStats(
             loss=loss * scale,
             grad_norm=norm,
@@ -180,8 +245,44 @@ class Learner:
             entropy=-logprobs / mismatch.count,
             kl_reference=divergence / mismatch.count,
             clipped_share=clipped / mismatch.count,
+            value_loss=critic / mismatch.count,
             mismatch=mismatch,
         )
+
+
+def mean_of(updates: Sequence[StepStats], mismatch: Mismatch) -> StepStats:
+    """Of a step with several updates. One whose gradient was not finite changed nothing."""
+    done = [update for update in updates if not update.skipped] or updates
+    names = [field.name for field in fields(StepStats) if field.name not in ("skipped", "mismatch")]
+    means = {name: sum(getattr(update, name) for update in done) / len(done) for name in names}
+    return StepStats(**means, skipped=done[0].skipped, mismatch=mismatch)
+
+
+class Critic:
+    """Estimates the reward to come after each token: a linear head on the policy's last hidden states.
+
+    It begins with zeros. Its loss also changes the policy's weights, by `value_coef` of its gradient.
+    """
+
+    def __init__(self, policy: Policy, section: LearnerSection, sharding: Sharding | None) -> None:
+        self._section, self._sharding = section, sharding
+        dtype = torch.promote_types(policy.dtype, torch.float32)
+        self.head = nn.Linear(policy.config.hidden_size, 1, device=policy.device, dtype=dtype)
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)
+        self.optimizer = Optimizer(self.head.named_parameters(), section)
+
+    def values(self, hidden_NE: Tensor) -> Tensor:
+        hidden, constant = hidden_NE.to(self.head.weight.dtype), hidden_NE.detach().to(self.head.weight.dtype)
+        return self.head(constant + self._section.value_coef * (hidden - constant))[:, 0]  # type: ignore[no-any-return]
+
+    def step(self, scale: float) -> None:
+        """An optimizer step, the same on all ranks."""
+        if self._sharding is not None:
+            for parameter in self.head.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                self._sharding.reduced(parameter.grad)
+        self.optimizer.step(lr=self._section.value_lr, scale=scale, clip=self._section.grad_clip)
 
 
 def take_part(policy: Policy, *, backward: bool = False) -> None:
@@ -199,7 +300,7 @@ class WarmStart:
 
     def __init__(self, policy: Policy, section: WarmstartSection, sharding: Sharding | None = None) -> None:
         self._policy, self._section, self._sharding = policy, section, sharding
-        self._optimizer = Optimizer(policy.held(), LearnerSection(lr=section.lr, beta2=0.98), sharding)
+        self._optimizer = Optimizer(policy.held(), LearnerSection(lr=section.lr, betas=(0.9, 0.98)), sharding)
         self._done = 0
 
     def step(self, examples: Sequence[Example]) -> float:
@@ -270,9 +371,10 @@ class Optimizer:
         self._on_gpu = AVAILABLE and self.parameters[0].is_cuda and one_dtype
         self._several = False  # backward passes since the last step
         self._add_up = None if sharding is None else sharding.reduced
-        betas, decay = (section.beta1, section.beta2), section.weight_decay
         kind = adamw.FusedAdamW if self._on_gpu else torch.optim.AdamW
-        self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
+        self.adamw = kind(
+            self.masters, lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True
+        )
         steps = torch.zeros((), device=self.parameters[0].device if self._on_gpu else "cpu")
         for master in self.masters:  # `FusedAdamW` counts its steps once, torch's AdamW for each weight
             moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}

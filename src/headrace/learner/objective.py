@@ -5,7 +5,8 @@
 
 N sampled tokens are packed end to end. Their log-probs come from up to four policies: `current`
 (being updated, with gradient), `proximal` (the learner's at the start of the step), `behaviour`
-(the one that sampled) and `reference` (the start weights).
+(the one that sampled) and `reference` (the start weights). A critic's `values` are the rewards to
+come; its loss is added.
 
 The loss of a step is the sum over its micro-batches of (per_token * weights).sum(), divided by
 `normaliser` of the whole step: the same number however the step is cut. A sequence must lie in one
@@ -18,6 +19,7 @@ the step sees it and is skipped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,9 +28,10 @@ import torch
 from torch import Tensor
 
 from headrace.config import LearnerSection
+from headrace.errors import ConfigError
 from headrace.learner.batch import Batch
+from headrace.user_code import load_function
 
-AdvantageKind = Literal["grpo", "dr-grpo", "rloo", "reinforce++"]
 CorrectionKind = Literal["none", "truncated", "masked"]
 KLKind = Literal["k1", "k2", "k3"]
 AggregationKind = Literal["token", "sequence", "constant"]
@@ -41,18 +44,18 @@ STD_FLOOR = 1e-6
 
 
 def objective(
-    section: LearnerSection, batch: Batch, current: Tensor, unfiltered: Tensor, *, constant_length: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The unnormalised loss, which tokens were clipped or masked [N], the KL to the reference [N].
+    section: LearnerSection, batch: Batch, passed: Sequence[Tensor], *, constant_length: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The unnormalised loss; of each token [N] whether it was clipped or masked, its KL, the critic's loss.
 
-    `current` are log-probs over the sampling support (top-k, top-p, min-p), `unfiltered` over the
-    whole vocabulary.
+    `passed` are log-probs over the sampling support (top-k, top-p, min-p), those over the whole
+    vocabulary, and values if there is a critic.
     """
-    s, b = section, batch
-    proximal = current.detach()  # one update per step
+    s, b, (current, unfiltered, *values) = section, batch, passed
+    proximal = current.detach() if b.start is None else b.start[0]
     given = LossInput(current, proximal, b.behaviour, b.advantage, b.sequence_ids, s.clip_low, s.clip_high)
-    terms = LOSSES[s.loss](given)
-    low, high, carried = s.correction_low, s.correction_high, s.loss in CARRIES_WEIGHT
+    terms = LossTerms(*(LOSSES.get(s.loss) or users_function("learner.loss", s.loss))(given))
+    (low, high), carried = s.correction_limits, s.loss in CARRIES_WEIGHT
     weight, kept = correction_weight(s.correction, proximal, b.behaviour, low=low, high=high, carried=carried)
     per_token = corrected(terms.per_token, weight, kept)
     divergence = torch.zeros_like(proximal)
@@ -60,9 +63,18 @@ def objective(
         divergence = kl(s.kl_estimator, unfiltered if s.kl_in == "loss" else current, b.reference)
         if s.kl_in == "loss":
             per_token = per_token + s.kl_coef * divergence
+    critic = torch.zeros_like(proximal)
+    if values and b.start is not None:
+        critic = value_loss(values[0], b.start[1], b.start[2], low=s.clip_low, high=s.clip_high)
+        per_token = per_token + critic
     kind, dtype = s.aggregation, per_token.dtype
     share = weights(kind, b.sequence_ids, constant_length=constant_length, dtype=dtype)
-    return (per_token * share).sum(), terms.clipped | ~kept, divergence.detach()
+    return (per_token * share).sum(), terms.clipped | ~kept, divergence.detach(), critic.detach()
+
+
+@cache
+def users_function(setting: str, spec: str) -> Callable[..., Any]:
+    return load_function(spec, setting, ConfigError)
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
@@ -79,13 +91,13 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 # group without signal (one member, or equal rewards) gets exact zeros from every kind of advantage.
 
 
-def needs_whole_step(kind: AdvantageKind) -> bool:
-    """Whether an advantage depends on the other groups of its step."""
-    return kind == "reinforce++"
-
-
-def advantages(kind: AdvantageKind, rewards_by_group: Sequence[Rewards]) -> list[Advantages]:
+def advantages(kind: str, rewards_by_group: Sequence[Rewards]) -> list[Advantages]:
     """One advantage per reward. `rewards_by_group` are the groups of one step."""
+    if ":" in kind:
+        found = [np.asarray(x, np.float64) for x in users_function("learner.advantage", kind)(rewards_by_group)]
+        if [x.shape for x in found] != [np.shape(r) for r in rewards_by_group]:
+            raise ConfigError(f"learner.advantage = '{kind}' must return as many numbers as each group has rewards")
+        return found
     centred = [_centred(rewards) for rewards in rewards_by_group]
     if kind == "dr-grpo" or not centred:
         return centred
@@ -100,6 +112,24 @@ def advantages(kind: AdvantageKind, rewards_by_group: Sequence[Rewards]) -> list
     if all(len(c) <= 1 for c in centred):  # groups of one: subtract the step's mean
         step = _centred(np.concatenate(rewards_by_group))
     return np.split(step / (_std(step) + STD_FLOOR), np.cumsum([len(c) for c in centred])[:-1])
+
+
+def gae(rewards: Sequence[Rewards], values: Sequence[Rewards], *, discount: float, decay: float) -> list[Advantages]:
+    """Generalised advantage estimation over the sampled tokens of each trajectory.
+
+    A_t = d_t + discount * decay * A_(t+1) with d_t = r_t + discount * V_(t+1) - V_t; after the last
+    token both are 0. With decay = 1 it is the discounted return less V_t.
+    """
+    lengths = list(map(len, rewards))
+    given = np.zeros((2, max(lengths, default=0) + 1, len(lengths)))  # zeros after the ends
+    for i, both in enumerate(zip(rewards, values, strict=True)):
+        given[:, : lengths[i], i] = both
+    reward, value = given
+    found, after = np.zeros_like(reward), np.zeros(len(lengths))
+    for t in reversed(range(len(reward) - 1)):
+        after = reward[t] + discount * value[t + 1] - value[t] + discount * decay * after
+        found[t] = after
+    return [found[:length, i] for i, length in enumerate(lengths)]
 
 
 def _centred(rewards: Rewards) -> Advantages:
@@ -204,6 +234,12 @@ def _clipped_surrogate(ratio: Tensor, x: LossInput) -> LossTerms:
     clipped = torch.where(advantage > 0, constant > 1 + x.clip_high, (advantage < 0) & (constant < 1 - x.clip_low))
     bound = constant.clamp(1 - x.clip_low, 1 + x.clip_high)
     return LossTerms(-torch.where(clipped, bound, ratio) * advantage, clipped)
+
+
+def value_loss(values: Tensor, start: Tensor, returns: Tensor, *, low: float, high: float) -> Tensor:
+    """Half the squared error [N], or that of the value clipped to [start - low, start + high] if it is larger."""
+    near = start + (values - start).clamp(-low, high)
+    return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
 
 
 # ---- importance correction

@@ -12,8 +12,8 @@ import torch
 from headrace.config import LearnerSection
 from headrace.errors import LearnerLostError, WorkerLostError
 from headrace.learner.batch import Packer, balanced, split
-from headrace.learner.credit import credits
-from headrace.learner.objective import kl, needs_whole_step
+from headrace.learner.credit import credits, token_rewards
+from headrace.learner.objective import kl, users_function
 from headrace.measured import Mismatch, PolicyFacts, StepStats
 from headrace.roles import Cluster, Reply, Trainer, Worker
 from headrace.types import Example, FloatArray, Group, IntArray, Item, Trajectory
@@ -27,43 +27,51 @@ class Intake:
     """The groups of the current step, until their micro-batches (of all `num_ranks`) are full."""
 
     def __init__(self, section: LearnerSection, num_ranks: int = 1) -> None:
+        for setting, spec in (("learner.advantage", section.advantage), ("learner.loss", section.loss)):
+            if ":" in spec:
+                users_function(setting, spec)  # raises what is wrong with it, before anything is sampled
         self._section = section
+        # an advantage of reinforce++ or of a user's depends on the other groups of its step
+        self._whole = section.in_whole_steps or section.advantage == "reinforce++" or ":" in section.advantage
         self._packer = Packer(section.micro_batch_tokens * num_ranks)
         self._pending: list[tuple[Group, Sequence[FloatArray | None]]] = []
 
     def add(self, group: Group, references: Sequence[FloatArray] | None = None) -> list[list[Item]]:
         """Take a group into the step; returns micro-batches that are now full."""
         self._pending.append((group, references or [None] * len(group.trajectories)))
-        return [] if needs_whole_step(self._section.advantage) else self._packer.add(self._items())
+        return [] if self._whole else self._packer.add(self._items())
 
     def rest(self) -> list[list[Item]]:
         """The step has all its groups: the remaining micro-batches."""
-        if needs_whole_step(self._section.advantage):
-            return balanced(self._items(), self._packer.budget)
-        return self._packer.rest()
+        return balanced(self._items(), self._packer.budget) if self._whole else self._packer.rest()
 
     def _items(self) -> list[Item]:
         pending, self._pending = self._pending, []
-        rewards = [self._rewards(group, references) for group, references in pending]
-        found = credits(self._section, [group for group, _ in pending], rewards)
-        return [
+        each = [list(zip(group.trajectories, self._costs(group, known), strict=True)) for group, known in pending]
+        if self._section.advantage == "gae":
+            found = [[token_rewards(t) - cost for t, cost in pairs] for pairs in each]
+        else:
+            rewards = [np.array([t.reward - cost.sum(dtype=np.float64) for t, cost in pairs]) for pairs in each]
+            found = credits(self._section, [group for group, _ in pending], rewards)
+        items = [
             Item(trajectory=trajectory, advantage=advantage, reference=reference)
             for (group, known), values in zip(pending, found, strict=True)
             for trajectory, advantage, reference in zip(group.trajectories, values, known, strict=True)
         ]
+        parts = self._section.minibatches
+        return items if parts == 1 else [replace(x, minibatch=k * parts // len(items)) for k, x in enumerate(items)]
 
-    def _rewards(self, group: Group, references: Sequence[FloatArray | None]) -> np.ndarray:
-        """The group's rewards, less the KL to the reference where that is a part of the reward."""
-        rewards = np.array([t.reward for t in group.trajectories], np.float64)
-        if not self._section.kl_coef or self._section.kl_in == "loss":
-            return rewards
+    def _costs(self, group: Group, references: Sequence[FloatArray | None]) -> list[np.ndarray]:
+        """Of each sampled token the KL to the reference, where that is taken off the reward."""
+        section = self._section
+        if not section.kl_coef or section.kl_in == "loss":
+            return [np.zeros(1, np.float32)] * len(references)
         costs = []
         for trajectory, reference in zip(group.trajectories, references, strict=True):
             assert reference is not None
             behaviour = torch.from_numpy(trajectory.logprobs[trajectory.sampled])
-            divergence = kl(self._section.kl_estimator, behaviour, torch.from_numpy(reference))
-            costs.append(float(divergence.sum()))
-        return rewards - self._section.kl_coef * np.array(costs)
+            costs.append(section.kl_coef * kl(section.kl_estimator, behaviour, torch.from_numpy(reference)).numpy())
+        return costs
 
 
 class Ranks:

@@ -39,7 +39,6 @@ class Ending:
         self.best_score, self.best_step = -math.inf, 0  # of the evaluations during training
         self._section = section
         self._rewards: deque[float] = deque(maxlen=TARGET_STEPS)
-        self._num_worse = 0  # evaluations since the best
 
     @property
     def orderly(self) -> bool:
@@ -60,15 +59,10 @@ class Ending:
 
     def row(self, row: Row) -> None:
         """Note a step: it may be the last that is needed, or have the best score so far."""
-        latest, target, patience = self._rewards, self._section.target_reward, self._section.eval_patience
+        latest, target = self._rewards, self._section.target_reward
         latest.append(row.reward_mean)
-        if row.score is not None:
-            self._num_worse += 1
-            if row.score > self.best_score:
-                self.best_score, self.best_step, self._num_worse = row.score, row.step, 0
+        if row.score is not None and row.score > self.best_score:
+            self.best_score, self.best_step = row.score, row.step
         self.early = ""
         if len(latest) == latest.maxlen and sum(latest) / len(latest) >= target:
             self.early = f"the reward has reached {target:g} (loop.target_reward)"
-        elif patience and self._num_worse >= patience:
-            best = f"the best held-out score, {self.best_score:.3f}, was at step {self.best_step}"
-            self.early = f"{best}, {self._num_worse} evaluations ago (loop.eval_patience)"

@@ -110,7 +110,7 @@ class Place:
             filters=config.buffer.filters,
             run_dir=run_dir,
         )
-        self._sieve = Sieve(config.buffer, self.scorer.keeps, by_turn=config.learner.credit != "episode")
+        self._sieve = Sieve(config.buffer, self.scorer.keeps, config.learner)
         self.ledger = Ledger.reopen(run_dir) if resumed else None
         self.clock = self.ledger.clock if self.ledger else StageClock()
         self._buffer: Buffer  # made by `loop`, as is the ledger of a new run
@@ -213,7 +213,6 @@ class Place:
             LagPolicy(
                 max_lag=config.loop.max_lag,
                 groups_per_step=config.loop.groups_per_step,
-                min_share=config.buffer.min_share,
                 # with "drain", what starts during a step would delay its update
                 eager=config.rollout.on_update == "drain",
                 most_at_once=config.rollout.workers * config.rollout.max_running // config.rollout.samples,

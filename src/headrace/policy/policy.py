@@ -132,18 +132,20 @@ class Policy:
         temperature: float | Tensor,
         support: Support | None = None,
         routes_TLK: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        values: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Log-probs of the tokens at `at` (never a sequence's first): over `support`, and over all.
 
         Without a support the two are one. `temperature` is one for all, or one for each of `at`.
-        `routes_TLK` forces the experts of each token.
+        `routes_TLK` forces the experts of each token. With `values` of hidden states `[N, E]` those
+        of the states before the tokens are the third.
         """
         routes = None if routes_TLK is None else Routes(routes_TLK)
 
-        def compute() -> tuple[Tensor, Tensor]:
-            hidden = self.hidden(token_ids_T, plan.positions, plan, routes)
-            given = plan.before(hidden, at), self.head_weight, token_ids_T[at]
-            return chosen_logprobs(*given, temperature, support, self._linear)
+        def compute() -> tuple[Tensor, ...]:
+            before = plan.before(self.hidden(token_ids_T, plan.positions, plan, routes), at)
+            found = chosen_logprobs(before, self.head_weight, token_ids_T[at], temperature, support, self._linear)
+            return found if values is None else (*found, values(before))
 
         return self._gathered_for(compute)
 

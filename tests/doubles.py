@@ -1,4 +1,4 @@
-"""Test doubles for code built on Headrace: a tiny model, a scripted sampler, a scripted judge.
+"""Test doubles: a tiny model, a scripted sampler, a scripted judge.
 
 Example:
     tiny_model(tmp_path / "model")                 # a real model, random, loaded in milliseconds
