@@ -26,7 +26,7 @@ Piece = tuple[Sequence[int], bool]
 """Token ids, and whether the policy sampled them; an environment's reply was not sampled."""
 
 
-def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **shape: int) -> None:
+def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **shape: float) -> None:
     """Write a random Qwen3 of two layers, with a character tokenizer if no other is given.
 
     `shape` overrides fields of `Qwen3Config`.

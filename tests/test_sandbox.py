@@ -290,21 +290,12 @@ def test_what_it_is_given_and_what_it_says(tmp_path: Path) -> None:
 
 
 @needs_sandbox
-async def test_several_at_a_time_and_one_that_is_cancelled() -> None:
+async def test_several_at_a_time() -> None:
     codes = [f"import time; time.sleep(0.2); print({n})" for n in range(4)]
     began = time.monotonic()
-    ran = await asyncio.gather(*map(sandbox.run_async, codes))
+    ran = await asyncio.gather(*(asyncio.to_thread(sandbox.run, code) for code in codes))
     assert [r.stdout for r in ran] == ["0\n", "1\n", "2\n", "3\n"]
     assert time.monotonic() - began < sum(r.seconds for r in ran)
-    mark = f"cancelled-{os.getpid()}"
-    going = asyncio.create_task(sandbox.run_async([sys.executable, "-c", "import time; time.sleep(600)", mark]))
-    while not any(mark.encode() in command for command in commands()):
-        await asyncio.sleep(0.01)
-    going.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await going
-    while any(mark.encode() in command for command in commands()):
-        await asyncio.sleep(0.01)
 
 
 @needs_sandbox

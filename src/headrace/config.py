@@ -162,8 +162,7 @@ class RewardSection(SettingsSection):
     retries: NonNegativeInt = setting(1, "more tries after crash, timeout, disconnect", most=1000)
     sandbox: bool = setting(False, "run it and environments under bubblewrap: no network, no files but the code's")
     cache: bool = setting(True, "score the same answer to the same prompt once")
-    overlong_tokens: NonNegativeInt = setting(0, "soft penalty this close to max_new_tokens; 0 is off")
-    overlong_penalty: NonNegativeFloat = setting(1.0, "penalty at max_new_tokens", most=MOST)
+    overlong_tokens: NonNegativeInt = setting(0, "soft penalty, up to 1, this close to max_new_tokens; 0 is off")
 
 
 class EpisodeSection(SettingsSection):
@@ -250,6 +249,7 @@ class LearnerSection(SettingsSection):
         "weight of the divergence (KL) from the reference, the weights before the first step; 0 is off",
         most=MOST,
     )
+    teacher: Home = setting("", "directory or .gguf file of another reference, with the same vocabulary: distillation")
     kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the KL")
     kl_in: Literal["loss", "reward"] = setting("loss", "add the KL to the loss, or take it off the reward")
     lora_rank: NonNegativeInt = setting(
@@ -424,6 +424,8 @@ def _of_algorithms(config: Config) -> Iterator[str]:
             yield f"{key} = '{given}' is none of {known}, and names no 'file.py:function'"
     if learner.advantage == "gae" and learner.credit != "episode":
         yield f"learner.advantage = 'gae' and learner.credit = '{learner.credit}': the critic credits each token itself"
+    if learner.teacher and not learner.kl_coef:
+        yield "learner.teacher needs learner.kl_coef, the weight of the divergence from it"
     if learner.minibatches * learner.ranks > config.loop.groups_per_step:
         yield "learner.minibatches x learner.ranks is more than loop.groups_per_step: each needs a group of its own"
 

@@ -77,7 +77,8 @@ def rooted(config: Config) -> Config:
         | {"select": _absolute_function(prompts.select)},
         run={"dir": run.dir and os.path.abspath(run.dir)},
         reward={"function": _absolute_function(config.reward.function)},
-        learner={key: _absolute_function(getattr(config.learner, key)) for key in ("advantage", "loss")},
+        learner={key: _absolute_function(getattr(config.learner, key)) for key in ("advantage", "loss")}
+        | {"teacher": _absolute(config.learner.teacher)},
         episode={"environment": _absolute_function(episode.environment), "agent": agent},
         buffer={"filters": tuple(map(_absolute_function, config.buffer.filters))},
     )

@@ -7,7 +7,6 @@ Limits hold for time, memory, processes, disk and output. The worst it can do is
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import fcntl
@@ -17,13 +16,11 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from headrace.errors import SandboxError
 
@@ -61,7 +58,7 @@ class Ran:
     stderr: str
     exit_code: int | None  # None: it was ended; more than 128: by that signal
     seconds: float
-    failure: str  # "", "timeout", "memory", "output" (too much), "crash" (by a signal) or "cancelled"
+    failure: str  # "", "timeout", "memory", "output" (too much) or "crash" (by a signal)
 
 
 def run(
@@ -75,13 +72,11 @@ def run(
     processes: int = 32,
     disk_mb: int = 64,
     output_kb: int = 256,
-    cancelled: threading.Event | None = None,
 ) -> Ran:
     """Run Python `code`, or a command given as a list, in a sandbox of its own.
 
     `files` are written into its directory. Of the files here it sees those that `read_only` names.
     `memory_mb` is for all its processes together, `output_kb` for each of stdout and stderr.
-    Setting `cancelled`, from another thread, ends it.
     """
     began, written = time.monotonic(), dict(files or {})
     if isinstance(code, str):
@@ -103,7 +98,7 @@ def run(
         with subprocess.Popen(
             command, stdin=given, stdout=pipe, stderr=pipe, pass_fds=fds, env={}, cwd="/", start_new_session=True
         ) as process:
-            limit = partial(_excess, process.pid, began + timeout_s, memory_mb << 10, cancelled or threading.Event())
+            limit = partial(_excess, process.pid, began + timeout_s, memory_mb << 10)
             said, failure = _watch(process, output_kb << 10, limit)
         events = os.pread(fds[0], MB, 0)
     stdout, stderr = (text.decode(errors="replace") for text in said)
@@ -118,15 +113,6 @@ def run(
             failure = "crash"
     seconds = time.monotonic() - began
     return Ran(stdout=stdout, stderr=stderr, exit_code=exit_code, seconds=seconds, failure=failure)
-
-
-async def run_async(code: str | Sequence[str], **options: Any) -> Ran:
-    """The same beside other coroutines. Cancelling it ends the program."""
-    cancelled = threading.Event()
-    try:
-        return await asyncio.to_thread(run, code, **options, cancelled=cancelled)
-    finally:
-        cancelled.set()
 
 
 # ---- the system calls that it refuses, as a seccomp filter (a BPF program)
@@ -330,9 +316,7 @@ def _heard(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, b
         return late.stdout or b"", late.stderr or b""
 
 
-def _excess(pid: int, deadline: float, most_kb: int, cancelled: threading.Event) -> str:
-    if cancelled.is_set():
-        return "cancelled"
+def _excess(pid: int, deadline: float, most_kb: int) -> str:
     if time.monotonic() > deadline:
         return "timeout"
     resident = {process: _kb(process, "status", "VmRSS:") for process in _descendants(pid)}

@@ -135,7 +135,9 @@ def by_hand(policy: Policy, groups: list[Group], section: LearnerSection, refere
         for g, values, refs in zip(groups, rewards, references, strict=True):
             for i, (t, ref) in enumerate(zip(g.trajectories, refs, strict=True)):
                 behaviour = torch.from_numpy(t.logprobs[t.sampled])
-                values[i] -= section.kl_coef * float(kl(section.kl_estimator, behaviour, torch.from_numpy(ref)).sum())
+                values[i] -= section.kl_coef * float(
+                    kl(section.kl_estimator, behaviour, torch.from_numpy(ref)).double().sum()
+                )
     pairs = [
         (t, a, references[i][j] if references else None)
         for i, (g, values) in enumerate(zip(groups, advantages(section.advantage, rewards), strict=True))

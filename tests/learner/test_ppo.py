@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hand_made import trajectory
-from rank_work import Outcome, on_ranks, take_steps
 from test_learner_step import TEMPERATURE, clone, learner_for, make_groups, stock, take_step
-from test_sharding import LR, assert_all_ranks_agree, assert_same, make_steps, saved  # noqa: F401
 from torch import Tensor, nn
 
 from headrace.config import LearnerSection
@@ -178,15 +176,6 @@ def test_an_update_that_is_not_finite_leaves_the_critic_alone(policy: Policy):
     stats = take_step(learner, [replace(groups[0], trajectories=tuple(broken)), *groups[1:]])[0].stats
     assert stats.skipped
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.tensors().items())
-
-
-@pytest.mark.parametrize("change", [{"minibatches": 1}, {"epochs": 2, "minibatches": 3}])
-def test_ranks_take_the_same_updates(saved: Callable[..., Path], change: dict[str, int]):  # noqa: F811
-    directory, steps = saved(), make_steps()
-    section = PPO.model_copy(update={"lr": LR, "micro_batch_tokens": 32, "betas": (0.9, 0.99), **change})
-    outcomes: list[Outcome] = on_ranks(2, take_steps, directory, section, steps)
-    assert_all_ranks_agree(outcomes)
-    assert_same(outcomes[0], take_steps(None, directory, section, steps))
 
 
 # ---- settings

@@ -388,3 +388,47 @@ def test_a_policy_in_parts_is_saved_whole(saved: Callable[..., Path], tmp_path: 
         merged = weights[name] + 2.0 * (up @ down)
         torch.testing.assert_close(found[name.replace("base_layer.", "")], merged, rtol=0, atol=1e-6)
         assert not torch.equal(merged, weights[name])
+
+
+# ---- a teacher
+
+
+def test_the_reference_is_the_teacher(saved: Callable[..., Path], make_policy: Maker, tmp_path: Path):
+    teacher, directory = tmp_path / "teacher", saved()
+    make_policy("Qwen3", num_hidden_layers=3).save(teacher)
+    learner = learner_of(load(directory), LearnerSection(kl_coef=1.0, teacher=str(teacher)), None)
+    (group, *_), *_ = make_steps()
+    (found, *_) = learner.reference_logprobs(group)
+    answer = group.trajectories[0]
+    model = load(teacher).model
+    model.set_attn_implementation("eager")
+    ids = torch.from_numpy(answer.token_ids.astype(np.int64))
+    with torch.no_grad():
+        logprobs = (model(input_ids=ids[None]).logits[0] / 0.8).log_softmax(-1)
+    at = torch.from_numpy(np.flatnonzero(answer.sampled))
+    expected = logprobs[at - 1].gather(1, ids[at][:, None])[:, 0]
+    assert found == pytest.approx(expected.numpy(), abs=1e-5)
+
+
+def test_ranks_have_the_teacher_in_parts(
+    saved: Callable[..., Path], make_policy: Callable[..., Policy], tmp_path: Path
+):
+    make_policy("Qwen3", num_hidden_layers=3).save(tmp_path / "teacher")
+    directory, steps = saved(), make_steps()
+    section = LearnerSection(lr=LR, kl_coef=0.5, teacher=str(tmp_path / "teacher"), micro_batch_tokens=32)
+    outcomes = on_ranks(2, take_steps, directory, section, steps)
+    assert_all_ranks_agree(outcomes)
+    assert_same(outcomes[0], take_steps(None, directory, section, steps))
+    assert outcomes[0].stats[0].kl_reference > 0.01
+
+
+# ---- a critic
+
+
+@pytest.mark.parametrize("change", [{"minibatches": 1}, {"epochs": 2, "minibatches": 3}])
+def test_ranks_take_the_same_updates(saved: Callable[..., Path], change: dict[str, int]):
+    directory, steps = saved(), make_steps()
+    section = LearnerSection(advantage="gae", gae_lambda=0.9, lr=LR, micro_batch_tokens=32, **change)
+    outcomes = on_ranks(2, take_steps, directory, section, steps)
+    assert_all_ranks_agree(outcomes)
+    assert_same(outcomes[0], take_steps(None, directory, section, steps))

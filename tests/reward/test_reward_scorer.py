@@ -216,7 +216,7 @@ async def test_a_batch_function_may_be_a_coroutine(make_scorer: MakeScorer) -> N
 
 
 async def test_the_same_answer_is_judged_once(make_scorer: MakeScorer, rewards: str) -> None:
-    scorer = await make_scorer("counted", workers=2, overlong_tokens=10, overlong_penalty=1.0)
+    scorer = await make_scorer("counted", workers=2, overlong_tokens=10)
     await score_all(scorer, *[completion("same", num_tokens=95)] * 6, completion("fails"))
     last, failed = await score_all(scorer, completion("same", num_tokens=95), completion("fails"))
     assert sorted(calls(rewards)) == ["fails", "fails", "same"]
@@ -227,11 +227,11 @@ async def test_the_same_answer_is_judged_once(make_scorer: MakeScorer, rewards: 
 
 
 async def test_an_answer_that_ran_out_of_time_is_as_overlong_as_one_that_ran_out_of_tokens() -> None:
-    scorer = Scorer(RewardSection(overlong_tokens=10, overlong_penalty=0.5), max_new_tokens=100)
+    scorer = Scorer(RewardSection(overlong_tokens=10), max_new_tokens=100)
     await scorer.start()
     answer = completion("21", answer=21, num_tokens=40)
     ended, cut = await score_all(scorer, answer, replace(answer, finish="wall"))
-    assert (ended.reward, cut.reward) == (1.0, 0.5)
+    assert (ended.reward, cut.reward) == (1.0, 0.0)
     await scorer.close()
 
 

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from headrace.config import LearnerSection, WarmstartSection
+from headrace.config import LearnerSection, ModelSection, WarmstartSection
 from headrace.errors import ModelError
 from headrace.kernels import AVAILABLE, adamw
 from headrace.learner.batch import Batch, balanced, pack
@@ -31,7 +31,7 @@ from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
 from headrace.learner.objective import STD_FLOOR, gae, normaliser, objective
 from headrace.measured import Mismatch, StepStats
 from headrace.policy.attention import PackedPlan
-from headrace.policy.policy import Policy
+from headrace.policy.policy import Policy, load_policy
 from headrace.types import Example, FloatArray, Group, Item, Order, Prompt, Sampling, Span, Trajectory
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -56,7 +56,7 @@ class Learner:
         # over the update: sequences; loss, log-probs, clipped tokens, KL, critic's loss; those of the mismatch
         self._sums = torch.zeros(6 + NUM_SUMS, dtype=torch.float64)
         self._waiting: list[Item] = []  # of the step, if its updates need all of it
-        self._reference = policy.frozen_copy() if section.kl_coef else None
+        self._reference = reference_of(policy, section, sharding) if section.kl_coef else None
         if section.checkpoint_activations:
             policy.checkpoint_activations()
         self._optimizer = Optimizer(policy.held(), section, sharding)
@@ -283,6 +283,19 @@ class Critic:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 self._sharding.reduced(parameter.grad)
         self.optimizer.step(lr=self._section.value_lr, scale=scale, clip=self._section.grad_clip)
+
+
+def reference_of(policy: Policy, section: LearnerSection, sharding: Sharding | None) -> Policy:
+    """What the KL is from: the policy as it is now, or a teacher."""
+    if not section.teacher:
+        return policy.frozen_copy()
+    dtype: Any = str(policy.dtype).removeprefix("torch.")
+    given = ModelSection(path=section.teacher, dtype=dtype, device=str(policy.device))
+    teacher = load_policy(given, mesh=None if sharding is None else sharding.mesh)
+    teacher.model.requires_grad_(False)
+    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise ModelError(f"learner.teacher = '{section.teacher}' has another vocabulary than the model that it teaches")
+    return teacher
 
 
 def take_part(policy: Policy, *, backward: bool = False) -> None:

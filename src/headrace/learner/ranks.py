@@ -49,9 +49,9 @@ class Intake:
         pending, self._pending = self._pending, []
         each = [list(zip(group.trajectories, self._costs(group, known), strict=True)) for group, known in pending]
         if self._section.advantage == "gae":
-            found = [[token_rewards(t) - cost for t, cost in pairs] for pairs in each]
+            found = [[(token_rewards(t) - cost).astype(np.float32) for t, cost in pairs] for pairs in each]
         else:
-            rewards = [np.array([t.reward - cost.sum(dtype=np.float64) for t, cost in pairs]) for pairs in each]
+            rewards = [np.array([t.reward - cost.sum() for t, cost in pairs]) for pairs in each]
             found = credits(self._section, [group for group, _ in pending], rewards)
         items = [
             Item(trajectory=trajectory, advantage=advantage, reference=reference)
@@ -65,12 +65,13 @@ class Intake:
         """Of each sampled token the KL to the reference, where that is taken off the reward."""
         section = self._section
         if not section.kl_coef or section.kl_in == "loss":
-            return [np.zeros(1, np.float32)] * len(references)
+            return [np.zeros(1)] * len(references)
         costs = []
         for trajectory, reference in zip(group.trajectories, references, strict=True):
             assert reference is not None
             behaviour = torch.from_numpy(trajectory.logprobs[trajectory.sampled])
-            costs.append(section.kl_coef * kl(section.kl_estimator, behaviour, torch.from_numpy(reference)).numpy())
+            divergence = kl(section.kl_estimator, behaviour, torch.from_numpy(reference))
+            costs.append(section.kl_coef * divergence.double().numpy())
         return costs
 
 
@@ -85,6 +86,7 @@ class Ranks:
         self.ranks = list(ranks)
         self.first = self.ranks[0]  # saves and sends
         self.uses_reference = bool(section.kl_coef)
+        self.keeps_reference = self.uses_reference and not section.teacher  # its weights are nowhere else
         self.lost = False  # a rank is gone, and no other can do anything any more
         self._cluster = cluster
         self.intake = Intake(section, len(ranks))

@@ -33,7 +33,7 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     await stages.device.run(stages.ranks.load, checkpoint.tensors, checkpoint.version)
     await stages.device.run(stages.publisher.commit, checkpoint.version)
     stages.books.reached(checkpoint.version)
-    if stages.ranks.uses_reference:
+    if stages.ranks.keeps_reference:
         kept = Checkpoints(ledger.run_dir, 1, REFERENCE).newest(on_note)
         if kept is None:
             raise RunError(f"{ledger.run_dir / REFERENCE} cannot be read, and learner.kl_coef needs it")

@@ -297,7 +297,7 @@ class Place:
     def _first_checkpoint(self, checkpoints: Checkpoints) -> None:
         write = self.device.call(self.ranks.snapshot)
         checkpoints.write(0, write, {"prompts": self.prompts.state()})
-        if self.ranks.uses_reference:
+        if self.ranks.keeps_reference:
             write = self.device.call(lambda: self.ranks.snapshot(reference=True))
             Checkpoints(self.run_dir, 1, REFERENCE).write(0, write, {})
 

@@ -37,14 +37,14 @@ def build_demo(directory: Path, seed: int, *, chat: bool = False) -> None:
     write_random(directory, seed, chat_tokenizer() if chat else character_tokenizer())
 
 
-def write_random(directory: Path, seed: int, tokenizer: Any, **shape: int) -> None:
+def write_random(directory: Path, seed: int, tokenizer: Any, **shape: float) -> None:
     """Write a random Qwen3 that fits the tokenizer. `shape` overrides fields of its config."""
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     layers = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 384}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": MAX_POSITIONS}
     kind = {"initializer_range": 0.06, "tie_word_embeddings": True, "dtype": "float32"}
-    config = Qwen3Config(bos_token_id=None, **kind, **(layers | heads | ends | sizes | shape))
+    config = Qwen3Config(bos_token_id=None, **(kind | layers | heads | ends | sizes | shape))
     # The caller's random state neither decides the weights nor changes.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)

@@ -136,8 +136,8 @@ class Scorer:
         # an answer that ran out of time is as overlong as one that ran out of tokens
         ran_out = completion.finish == FinishReason.WALL
         num_tokens = self._max_new_tokens if ran_out else completion.num_tokens
-        soft = self._section.overlong_tokens, self._section.overlong_penalty
-        taken = overlong_penalty(num_tokens, self._max_new_tokens, *soft)
+        soft = self._section.overlong_tokens  # DAPO's punishment: linear to -1 over the last of these
+        taken = -min(max(num_tokens + soft - self._max_new_tokens, 0) / soft, 1.0)
         parts = {**score.parts, "overlong": score.parts.get("overlong", 0.0) + taken}
         return replace(score, reward=score.reward + taken, parts=parts)
 
@@ -158,14 +158,6 @@ class Scorer:
         self._num_replaced += num_replaced
         if failure or num_replaced:
             self._trouble.add(({failure: 1} if failure else {}) | {REPLACED: num_replaced}, detail)
-
-
-def overlong_penalty(num_tokens: int, max_new_tokens: int, overlong_tokens: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment: linear to `-penalty` over the last `overlong_tokens`."""
-    over = num_tokens - (max_new_tokens - overlong_tokens)
-    if overlong_tokens == 0 or over <= 0:
-        return 0.0
-    return -penalty * min(over / overlong_tokens, 1.0)
 
 
 class InlineJudges:
