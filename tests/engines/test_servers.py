@@ -365,10 +365,14 @@ def test_no_other_user_can_ask_the_server(engine: ServerEngine, which: str):
             connection.close()
 
 
-def test_a_run_trains_with_it_and_its_books_balance(which: str, tmp_path: Path):
+@pytest.mark.parametrize("cluster", ["local", "ray"])
+def test_a_run_trains_with_it_and_its_books_balance(which: str, cluster: str, tmp_path: Path):
     overrides = [f"rollout.engine={which}", f"rollout.command={command(which)}", "warmstart.steps=30", "loop.steps=4"]
     overrides += ["loop.max_lag=1", "loop.groups_per_step=4", "prompts.eval_count=16", f"run.dir={tmp_path / 'run'}"]
     overrides += ["loop.eval_temperature=0"]  # SGLang follows no seed
+    if cluster == "ray":
+        pytest.importorskip("ray")
+        overrides += ["place.cluster=ray", "rollout.workers=2"]
     before = set(Path("/dev/shm").glob("headrace-*"))  # of the tests above
     summary = headrace.train(load_config(DEMO, overrides))
     assert summary["finished"] is True

@@ -317,4 +317,6 @@ def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:
     if made.recomputes:
         yield "activations are recomputed to fit into memory: a third more work for the learner"
     if (size := made.layout.tensor_parallel) > 1:
-        yield f"Headrace's own engine runs on one device: an engine of {size} is not built yet"
+        how = f"take rollout.engine=vllm and put --tensor-parallel-size {size} into rollout.command"
+        how = "a mixture of experts has no other" if question.model.num_experts else how
+        yield f"Headrace's own engine runs on one device: {how}"

@@ -3,8 +3,8 @@
 A step is `accumulate` for each micro-batch of an `Intake`, and `finish`. Gradients are summed
 unnormalised and divided once, at the end, by the number of tokens or sequences of the whole step.
 So the result does not depend on how the step was cut into micro-batches or among processes
-(`Sharding`), and work can begin before the step's last group exists. With a critic, or several
-updates per step (`learner.epochs`, `learner.minibatches`), it begins when the step is complete.
+(`Sharding`), and work can begin before the step's last group exists; not so with a critic, or with
+several updates per step (`learner.epochs`, `learner.minibatches`).
 """
 
 from __future__ import annotations
@@ -121,11 +121,9 @@ class Learner:
     @torch.no_grad()
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
         """With a sharding: of this rank's part of the `trajectories`, summed over all ranks."""
-        sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
-        everything = [Item(trajectory=t, advantage=0.0) for t in trajectories]
-        for _, batch in self._batches(self.policy, everything):
-            sums += mismatch_sums(self._logprobs(batch)[0], batch.behaviour).cpu()
-        return mismatch_of(sums if self.sharding is None else self.sharding.reduced(sums))
+        nothing = [np.zeros(t.num_sampled_tokens, np.float32) for t in trajectories]
+        items = [Item(trajectory=t, advantage=none) for t, none in zip(trajectories, nothing, strict=True)]
+        return self._from_start(items)[1]
 
     def accumulate(self, items: Sequence[Item]) -> None:
         if self.section.in_whole_steps:
@@ -212,8 +210,8 @@ class Learner:
         flat = np.concatenate([np.zeros(0), *advantages])
         sums = torch.tensor([len(flat), flat.sum(), np.square(flat).sum()], dtype=torch.float64)
         count, total, squares = (sums if self.sharding is None else self.sharding.reduced(sums)).tolist()
-        mean = total / count
-        std = math.sqrt(max(squares / count - mean * mean, 0.0))
+        mean = total / max(count, 1)
+        std = math.sqrt(max(squares / max(count, 1) - mean * mean, 0.0))
         return [((advantage - mean) / (std + STD_FLOOR)).astype(np.float32) for advantage in advantages]
 
     def _update(self) -> StepStats:
@@ -292,7 +290,6 @@ def reference_of(policy: Policy, section: LearnerSection, sharding: Sharding | N
     dtype: Any = str(policy.dtype).removeprefix("torch.")
     given = ModelSection(path=section.teacher, dtype=dtype, device=str(policy.device))
     teacher = load_policy(given, mesh=None if sharding is None else sharding.mesh)
-    teacher.model.requires_grad_(False)
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ModelError(f"learner.teacher = '{section.teacher}' has another vocabulary than the model that it teaches")
     return teacher

@@ -5,8 +5,7 @@
 
 N sampled tokens are packed end to end. Their log-probs come from up to four policies: `current`
 (being updated, with gradient), `proximal` (the learner's at the start of the step), `behaviour`
-(the one that sampled) and `reference` (the start weights). A critic's `values` are the rewards to
-come; its loss is added.
+(the one that sampled) and `reference` (the start weights, or a teacher's).
 
 The loss of a step is the sum over its micro-batches of (per_token * weights).sum(), divided by
 `normaliser` of the whole step: the same number however the step is cut. A sequence must lie in one

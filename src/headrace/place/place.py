@@ -48,7 +48,7 @@ from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
-from headrace.rollout.engine_server import refusal
+from headrace.rollout.engine_server import gpus_of, refusal
 from headrace.rollout.pool import RolloutPool
 from headrace.serve.agent import Agents
 from headrace.types import Completion, Example, Prompt, Score, Trajectory
@@ -324,7 +324,7 @@ class Place:
 
     def _spawn_rollout(self) -> Worker[Sampler]:
         spec = self._rollout_spec(f"rollout-{next(self._names)}")
-        return self.cluster.spawn(spec.name, self._make_sampler, spec, gpus=self._gpus)
+        return self.cluster.spawn(spec.name, self._make_sampler, spec, gpus=self._gpus * gpus_of(self.config.rollout))
 
     def _rollout_spec(self, name: str) -> RolloutSpec:
         return RolloutSpec(
@@ -395,7 +395,7 @@ def _ends(config: Config, run_dir: Path, device: str) -> Ends:
             model_dir = None if path.suffix == ".gguf" else path.absolute()
             return partial(DiskSender, (run_dir / PUBLISHED).absolute(), model_dir=model_dir), DiskReceiver
         case "collective":
-            if config.place.layout == "colocated":  # a GPU cannot be two members of one NCCL group
+            if config.place.layout == "colocated" or config.rollout.engine != "embedded":  # one GPU, one NCCL member
                 device = "cpu"
             return partial(CollectiveSender, device=device), partial(CollectiveReceiver, device=device)
         case "object_store":
@@ -433,7 +433,7 @@ def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
         return 0.0
     workers, ranks = config.rollout.workers, config.learner.ranks
     colocated = config.place.layout == "colocated"
-    needed = ranks if colocated else workers + ranks
+    needed = ranks if colocated else workers * gpus_of(config.rollout) + ranks
     if needed > cluster.num_gpus:
         advice = "lower both" if colocated else "lower one of them, or set place.layout = 'colocated'"
         raise ConfigError(

@@ -18,7 +18,7 @@ from headrace.errors import ConfigError
 from headrace.measured import PublishTimes, StageClock
 from headrace.place.device import CACHE, GIB, DeviceThread, memory_for, room
 from headrace.place.learner_rank import LearnerRank, policy_of
-from headrace.policy.policy import Policy
+from headrace.policy.policy import Policy, resolve_device
 from headrace.publish.publisher import Subscriber
 from headrace.roles import ReceivingEnd
 from headrace.rollout.actor import AnyEngine, RolloutActor
@@ -55,7 +55,10 @@ class RolloutWorker:
             assert rank is not None
             self.policy = rank.policy
         else:
-            self.policy = policy_of(device, spec.config)
+            config = spec.config  # of which a server has the GPUs for itself
+            if config.rollout.engine != "embedded" and resolve_device(config.model.device).type == "cuda":
+                config = config.but(model={"device": "cpu", "dtype": config.model.dtype.replace("auto", "bfloat16")})
+            self.policy = policy_of(device, config)
             weights = {name: parameter.data for name, parameter in self.policy.model.named_parameters()}
             self._subscriber = Subscriber(spec.receiving(), weights)
         reserved_bytes = rank.still_wanted_bytes if rank else 0
@@ -177,7 +180,8 @@ def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Calla
     if grows := bool(e.environment or e.agent):  # with every turn
         most_tokens = needed = min(e.max_tokens or policy.max_context, policy.max_context)
     if r.engine != "embedded":
-        return SERVERS[r.engine](policy, r, min(most_tokens, policy.max_context), clock)
+        on_gpu = resolve_device(spec.config.model.device).type == "cuda"
+        return SERVERS[r.engine](policy, r, min(most_tokens, policy.max_context), clock, on_gpu)
     if not r.kv_tokens:
         kv_tokens = min(kv_tokens, r.max_running * most_tokens)
     if kv_tokens < needed:

@@ -137,8 +137,7 @@ class Policy:
         """Log-probs of the tokens at `at` (never a sequence's first): over `support`, and over all.
 
         Without a support the two are one. `temperature` is one for all, or one for each of `at`.
-        `routes_TLK` forces the experts of each token. With `values` of hidden states `[N, E]` those
-        of the states before the tokens are the third.
+        `routes_TLK` forces the experts of each token. Third come `values` of the states before them.
         """
         routes = None if routes_TLK is None else Routes(routes_TLK)
 

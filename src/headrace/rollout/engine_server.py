@@ -8,6 +8,7 @@ kept where an answer is cut off, by a checkpoint or because the server was lost.
 import http.client
 import itertools
 import json
+import math
 import os
 import queue
 import re
@@ -44,6 +45,7 @@ MOST_LOSSES = 3  # of servers in a row that gave no answer
 # Runs beside the server, and away from this process: once that lets go of the pipe, however it ends, nothing is left.
 GUARD = 'exec 3<&0; (cat <&3; kill -s KILL -- "-$0"; rm -rf "$1") >/dev/null 2>&1 &'
 ALL = 2**62
+Clock = Callable[[], float]
 FINISH = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORT, "stop": FinishReason.EOS}
 
 
@@ -55,6 +57,11 @@ def refusal(engine: str, sampling: Sampling) -> str:
     elif sampling.truncates and not 0 < sampling.top_k <= MOST_TOP_K:
         told = f" tells what top_p, min_p and top_k left only with a top_k up to {MOST_TOP_K}"
     return f"rollout.engine = '{engine}'{told}" if told and engine != "embedded" else ""
+
+
+def gpus_of(section: RolloutSection) -> int:
+    """Of one engine: as many as the flags of its server's command say."""
+    return math.prod(map(int, re.findall(r"-(?:parallel-size|tp-size|pp-size|tp)[ =](\d+)", section.command)))
 
 
 class ServerLostError(Exception):
@@ -210,12 +217,12 @@ class ServerEngine:
     load: Callable[[Server], None]  # its directory again, while requests are under way
     end: Callable[[Server, Sequence[str]], None]  # these requests, and no other
 
-    def __init__(self, policy: Policy, section: RolloutSection, max_context: int, clock: Callable[[], float]) -> None:
+    def __init__(self, policy: Policy, section: RolloutSection, room: int, clock: Clock, on_gpu: bool = False) -> None:
         if policy.routers.shape[0]:
             told = "does not tell a mixture's experts; take the embedded engine"
             raise ConfigError(f"rollout.engine = '{section.engine}' {told}")
         self.policy, self.section, self.version, self._clock = policy, section, 0, clock
-        self.max_context, self.on_gpu = max_context, policy.device.type == "cuda"
+        self.max_context, self.on_gpu = room, on_gpu
         self.notes: list[str] = []  # for the user
         self.begun: deque[tuple[str, int]] = deque()  # requests with a first token, and its version
         self.sampled_tokens = self._computed = self._prompted = 0
