@@ -218,7 +218,7 @@ class LearnerSection(SettingsSection):
         "grpo", "of rewards: grpo, dr-grpo, rloo, reinforce++, gae (a critic), or file.py:function (groups) -> groups"
     )
     gae_lambda: UpToOne = setting(1.0, "gae: 0 trusts the critic's next value, 1 the rewards alone")
-    value_lr: NonNegativeFloat = setting(1e-3, "learning rate of the critic's head", most=MOST)
+    value_lr: NonNegativeFloat = setting(1e-4, "learning rate of the critic's head", most=MOST)
     value_coef: NonNegativeFloat = setting(0.1, "weight of the critic's loss in the policy's gradient", most=MOST)
     credit: Literal["episode", "turn", "state", "agent"] = setting(
         "episode",
