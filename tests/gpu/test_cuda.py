@@ -8,7 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hand_made import group_of, trajectory
 
+from headrace.config import LearnerSection
+from headrace.learner.learner import Learner
+from headrace.learner.ranks import Intake
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.policy.routes import Routes
@@ -145,3 +149,37 @@ def test_drafts_do_not_change_what_is_sampled(make_policy: Callable[..., Policy]
     for id, generation in drafted.items():
         np.testing.assert_array_equal(generation.token_ids, plain[id].token_ids)
         np.testing.assert_allclose(generation.logprobs, plain[id].logprobs, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_critic_learns_beside_the_policy(make_policy: Callable[..., Policy], dtype: torch.dtype) -> None:
+    policy, rng = on_cuda(make_policy, "Qwen3", dtype), np.random.default_rng(0)
+    section = LearnerSection(advantage="gae", lr=1e-5, value_lr=3e-3, epochs=2, minibatches=2)
+    learner = Learner(policy, section, temperature=1.0, max_new_tokens=12, total_steps=30)
+    groups = []
+    for serial in range(4):
+        answers = [rng.integers(3, 90, size=size) for size in (3, 9, 5)]
+        prompt = rng.integers(3, 90, size=6).tolist()
+        rewards = [float(serial % 2), 1.0, 0.5]
+        groups.append(
+            group_of(
+                *(
+                    trajectory(serial=serial, index=i, prompt=prompt, answer=answer, reward=rewards[i])
+                    for i, answer in enumerate(answers)
+                ),
+                serial=serial,
+            )
+        )
+    losses = []
+    for _ in range(30):
+        intake = Intake(section)
+        for one in groups:
+            assert intake.add(one) == []
+        for items in intake.rest():
+            learner.accumulate(items)
+        stats = learner.finish()
+        assert not stats.skipped
+        losses.append(stats.value_loss)
+    assert losses[-1] < losses[0] / 2
+    before = {name: tensor.clone() for name, tensor in learner.tensors().items()}
+    assert all(tensor.is_cuda for name, tensor in before.items() if name.startswith("value.master"))
