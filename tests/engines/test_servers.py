@@ -246,10 +246,15 @@ def test_answers_go_on_where_a_server_process_was_killed(
     weights: list[dict[str, torch.Tensor]],
     index: int,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
     endless: None,
 ):
     monkeypatch.setattr("headrace.rollout.engine_server.HUNG_S", 60.0)
-    engine.section = section(which, on_update="recompute")  # for the next server
+    starts, script = command(which), tmp_path / "start"
+    if index == 0:  # the first server in its place does not come up
+        script.write_text(f'[ -e "$0.tried" ] || {{ touch "$0.tried"; echo broken; exit 1; }}\nexec {starts} "$@"\n')
+        starts = f"sh {script}"
+    engine.section = section(which, on_update="recompute", command=starts)  # for the next server
     set_weights(policy, weights[engine.version % 3])
     before, old = engine.sampled_tokens, processes(engine)
     engine.submit(PROMPT, requests(4, max_new_tokens=400))
@@ -262,6 +267,8 @@ def test_answers_go_on_where_a_server_process_was_killed(
         assert np.array_equal(generation.token_ids[:20], known[generation.id].token_ids[:20])
         assert np.abs(logprobs(policy, generation) - generation.logprobs).max() < 1e-4
     assert not alive(old)
+    if index == 0:
+        assert "did not come up; its last lines:\nbroken" in engine.notes.pop()
     assert engine.notes.pop().startswith(f"a server of {engine.name} was lost (")
 
 

@@ -85,9 +85,9 @@ class Launch:
 
 
 class Server:
-    """One server process group. Its directory has the model that it loads, and its log."""
+    """One server process group, perhaps in place of another. Its directory has the model that it loads, and its log."""
 
-    def __init__(self, command: str, write: Callable[[Path], None], launch: Callable[[Path], Launch]) -> None:
+    def __init__(self, command: str, write: Callable[[Path], None], launch: Callable[[Path], Launch], again: bool):
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.directory = Path(tempfile.mkdtemp("-engine", "headrace-", shared))
         self._log = self.directory / "log"
@@ -111,7 +111,7 @@ class Server:
         guard = ["sh", "-c", GUARD, str(self._process.pid), str(self.directory)]
         subprocess.run(guard, stdin=theirs, start_new_session=True, check=True)
         os.close(theirs)
-        self.is_up, self._starting = False, threading.Lock()
+        self.is_up, self._again, self._starting = False, again, threading.Lock()
 
     def wait_ready(self) -> None:
         """Raises if the server does not come up, or cannot be used."""
@@ -120,7 +120,7 @@ class Server:
             while not self.is_up:
                 if self._process.poll() is not None or time.monotonic() > end_s:
                     told = "the server of rollout.command did not come up; its last lines:"
-                    raise ConfigError(f"{told}\n{self.last_lines()}")
+                    raise (ServerLostError if self._again else ConfigError)(f"{told}\n{self.last_lines()}")
                 time.sleep(LOOK_S)
                 with suppress(*LOST):
                     self._greet()
@@ -225,7 +225,7 @@ class ServerEngine:
         self.max_context, self.on_gpu = room, on_gpu
         self.notes: list[str] = []  # for the user
         self.begun: deque[tuple[str, int]] = deque()  # requests with a first token, and its version
-        self.sampled_tokens = self._computed = self._prompted = 0
+        self.sampled_tokens = self._computed = self._prompted = self._losses = 0
         self._server = self._start_server()
         self._threads = ThreadPoolExecutor(section.max_running, section.engine)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -234,7 +234,7 @@ class ServerEngine:
         self._nothing = np.zeros(0, self._rows.dtype)
         self._asked: dict[str, _Asked] = {}  # by the request's id
         self._finished: list[Generation] = []
-        self._moved_s, self._losses = time.monotonic(), 0
+        self._moved_s = time.monotonic()
 
     def sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         names = ("temperature", "top_k", "top_p", "min_p", "stop")
@@ -286,12 +286,12 @@ class ServerEngine:
 
     def weights_changed(self, version: int) -> None:
         """Hand the policy's weights over as those of `version`."""
-        self._server.wait_ready()  # it may still be reading the weights
-        self.write_weights(self._server.directory)
         self.version = version
         for asked in self._asked.values():
             asked.certain = min(asked.certain, len(asked.row.sampled))
         try:
+            self._server.wait_ready()  # it may still be reading the weights
+            self.write_weights(self._server.directory)
             self.load(self._server)
         except (*LOST, ModelError) as why:
             self._replace_server(f"version {version} was not taken: {why}")
@@ -321,7 +321,7 @@ class ServerEngine:
 
     def _start_server(self) -> Server:
         command = self.section.command or COMMANDS[self.section.engine]
-        return Server(command, self.write_weights, self.launch)
+        return Server(command, self.write_weights, self.launch, self._losses > 0)
 
     def _ask(self, row: RowSequence, aborted: bool = False) -> None:
         asked = _Asked(row, next(self._ids), len(row.sampled), self.version, aborted=aborted)
