@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
+import timeit
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -37,8 +40,7 @@ from headrace.policy.policy import Policy
 from headrace.publish.collective import CollectiveSender
 from headrace.publish.disk import DiskSender
 from headrace.publish.encoding import Encoder, cast
-from headrace.publish.measure import copy_s, publish_once, save_and_load_s
-from headrace.publish.publisher import Publisher
+from headrace.publish.publisher import Publisher, with_receivers
 from headrace.roles import SendingEnd
 
 DTYPE = torch.bfloat16
@@ -54,7 +56,38 @@ TRANSPORTS = ("disk", "collective", "object_store")
 ENCODINGS = ("full", "delta", "adapter")
 FAN_OUT = (1, 2, 4, 8)
 
+TIMEOUT_S = 300.0
+
 Weights = dict[str, Tensor]
+
+
+def publish_once(publisher: Publisher, subscribers: list[Any], version: int, tensors: Weights) -> PublishTimes:
+    ticket = publisher.stage(version, tensors.items())
+    with ThreadPoolExecutor(len(subscribers) + 1) as pool:
+        ends = [*(subscriber.stage for subscriber in subscribers), publisher.send]
+        list(pool.map(lambda end: end(ticket, TIMEOUT_S), ends))
+    for subscriber in subscribers:
+        subscriber.commit(version)
+    publisher.commit(version)
+    return with_receivers(publisher.times, [subscriber.times for subscriber in subscribers])
+
+
+def copy_s(num_bytes: int) -> float:
+    """Seconds of one copy in memory, best of 3: a lower limit for moving weights here."""
+    source, target = (torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(2))
+    return min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=3))
+
+
+def save_and_load_s(weights: Weights) -> float:
+    """Seconds for `torch.save` of all weights, `torch.load`, and a copy into place."""
+    live = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    with tempfile.TemporaryFile() as file:
+        started = time.perf_counter()
+        torch.save(dict(weights), file)
+        file.seek(0)
+        for name, tensor in torch.load(file).items():
+            live[name].copy_(tensor)
+        return time.perf_counter() - started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -426,7 +426,7 @@ def _of_algorithms(config: Config) -> Iterator[str]:
         yield f"learner.advantage = 'gae' and learner.credit = '{learner.credit}': the critic credits each token itself"
     if learner.teacher and not learner.kl_coef:
         yield "learner.teacher needs learner.kl_coef, the weight of the divergence from it"
-    if learner.minibatches * learner.ranks > config.loop.groups_per_step:
+    if learner.minibatches > 1 and learner.minibatches * learner.ranks > config.loop.groups_per_step:
         yield "learner.minibatches x learner.ranks is more than loop.groups_per_step: each needs a group of its own"
 
 

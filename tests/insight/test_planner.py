@@ -15,6 +15,7 @@ from headrace.insight.scenario import Layout, Typed, scenario, worked_out
 from headrace.insight.simulator import simulate
 from headrace.insight.triage import ADVICE, FRAMEWORKS, Bottleneck, Placement, others_that_fit
 from headrace.insight.workload import LogNormal
+from headrace.rollout.engine_server import gpus_of
 
 SEVEN = Question(
     model=model_shape("7B"),
@@ -78,10 +79,36 @@ def test_a_plan_costs_what_its_devices_cost() -> None:
     assert best.dollars_per_million == pytest.approx(8 * SEVEN.device.dollars_per_hour / per_hour)
 
 
-def test_what_is_not_built_yet_is_said() -> None:
-    big = replace(SEVEN, model=model_shape("70B"), num_devices=64, lengths=LogNormal(4096, 1.0))
-    risks = " ".join(plan(big)[0].risks)
-    assert "Headrace's own engine runs on one device" in risks
+SIZES = ("0.6B", "7B", "32B", "70B", "405B", "30B-A3B", "235B-A22B")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_settings_of_every_plan_are_accepted(size: str) -> None:
+    num_plans = 0
+    for number in (1, 8, 64, 512):
+        for changes in ({"max_lag": 0}, {"max_lag": 4}, {"adapter": True}, {"lengths": LogNormal(1024, 1.0, 4096)}):
+            question = replace(SEVEN, model=model_shape(size), num_devices=number, **changes)  # type: ignore[arg-type]
+            try:
+                best = plan(question)[0]
+            except ConfigError:  # it does not fit
+                continue
+            num_plans += 1
+            if not best.settings:
+                assert "A" in size or best.layout.tensor_parallel > 8, "a dense model that a node holds can be run"
+                assert "it cannot be run here" in " ".join(best.risks)
+                continue
+            config = load_config(None, ["model.path=models/some", *best.settings])
+            split = best.layout
+            assert config.loop.max_lag == best.max_lag
+            assert (config.rollout.workers, config.learner.ranks) == (split.num_engines, split.learner_devices)
+            assert gpus_of(config.rollout) == split.tensor_parallel
+    assert num_plans >= (3 if size == "405B" else 4)
+
+
+def test_what_can_be_run_comes_first() -> None:
+    found = plan(replace(SEVEN, model=model_shape("30B-A3B"), num_devices=16))
+    assert found[0].settings
+    assert found[0].layout.tensor_parallel == 1
 
 
 def test_lag_pays_and_is_bounded_by_what_is_allowed() -> None:

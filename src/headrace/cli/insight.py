@@ -1,19 +1,17 @@
-"""The commands that look into a run, a plan or this machine: each has `--json`, and only `bench` needs torch."""
+"""The commands that look into a run or a plan: each has `--json`, and none needs torch."""
 
-import importlib
 import json
 import math
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic_core import to_jsonable_python
-from typer import Argument, Option, Typer
+from typer import Argument, Option
 
-from headrace.cli.app import Json, Paper, RunDir, Settings, app, prepare_process, settings_from
+from headrace.cli.app import Json, Paper, RunDir, Settings, app, settings_from
 from headrace.errors import ConfigError
 from headrace.insight.hardware import find_device, model_shape, read_hardware
 from headrace.insight.planner import Question, plan, search
@@ -25,13 +23,10 @@ from headrace.insight.simulator import simulate as simulate_run
 from headrace.insight.triage import ADVICE, Placement, Triage, TypedTriage, others_that_fit, triage, triage_typed
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import STAGES, StageTimes
-from headrace.runs.report import Report, Table, count
+from headrace.runs.report import Report
 
 Seconds = Annotated[float | None, Option(min=0.0, help="seconds a step")]
 Placed = Annotated[Placement, Option(help="of typed times: what may run at the same time")]
-bench = Typer(help="Measure this machine.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
-_MAX_PARAMS = 4e9  # of a measurement: their copies fill the memory of a large machine
 HardwareFile = Annotated[Path | None, Option("--hardware", help="TOML file with devices and prices of your own")]
 
 
@@ -188,65 +183,6 @@ def simulate(
     found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
     told = simulation_report(work, machine, layout, found)
     _tell(told, simulation_json(work, machine, layout, found), as_json)
-
-
-@bench.command("sync")
-def sync_command(
-    params: Annotated[str, Option(help="how many weights, 1M or 500M")] = "50M",
-    receivers: Annotated[int, Option(min=1, max=64, help="engines that get them")] = 1,
-    as_json: Json = False,
-) -> None:
-    """Tell what it costs here to bring new weights to engines: every encoding by every transport, after a real step."""
-    prepare_process()
-    num_params = int(amount(params, "--params"))
-    if not 1 <= num_params <= _MAX_PARAMS:
-        raise ConfigError(f"--params {params}: measure with 1 to {_MAX_PARAMS / 1e9:g} thousand million weights")
-    found = _measured(num_params, receivers)
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
-    paper, lines = Paper(), []
-    for one in found["publications"]:
-        moved = one["times"]["transfer_bytes"]
-        cells = {"transport": one["transport"], "encoding": str(one["encoding"])}
-        cells |= {"MB": f"{moved / 1e6:,.3g}", "of full": f"{moved / one['full_bytes']:.1%}"}
-        for operation in ("cast", "encode", "transfer", "apply"):
-            cells[operation] = f"{one['times'][f'{operation}_s']:.3f}"
-        plain = one["total_s"] / found["save_and_load_s"]
-        lines.append(cells | {"total": f"{one['total_s']:.3f}", "/ plain": f"{plain:.2f}"})
-    paper.table(Table.of(lines, numeric=range(2, 10)), indent=0, whole={0, 1})
-    paper.paragraph(
-        f"Seconds, for {num_params:,} weights in bfloat16 and {count(receivers, 'engine')}. "
-        f"The plain way, torch.save and torch.load, takes {found['save_and_load_s']:.3g} s; "
-        f"one copy in memory takes {found['copy_s']:.3g} s.",
-        indent=0,
-    )
-    if found["missing"]:
-        paper.paragraph(f"The object store was left out: {found['missing']}", indent=0)
-
-
-def _measured(num_params: int, receivers: int) -> dict[str, Any]:
-    measuring = importlib.import_module("headrace.publish.measure")  # loads torch
-    versions, missing = measuring.two_versions(num_params), ""
-    full = {name: tensor.bfloat16() for name, tensor in versions[1].items() if "lora_" not in name}
-    full_bytes = sum(2 * tensor.numel() for tensor in full.values())
-    plain = {"copy_s": measuring.copy_s(full_bytes), "save_and_load_s": measuring.save_and_load_s(full)}
-    del full
-    publications = []
-    with ExitStack() as stack:
-        transports = stack.enter_context(measuring.local_transports())
-        try:
-            store = importlib.import_module("headrace.publish.object_store_ray")
-            transports["object_store"] = stack.enter_context(store.local_store(3 * full_bytes))
-        except ImportError:
-            missing = "ray is not installed. Run: pip install -e '.[ray]'"
-        for transport, ends in transports.items():
-            for encoding in measuring.EncodingKind:
-                times = measuring.measure(encoding, versions, ends, receivers)
-                one = {"encoding": encoding, "transport": transport, "full_bytes": full_bytes}
-                publications.append(one | {"times": asdict(times), "total_s": times.total_s})
-    about = {"num_params": num_params, "receivers": receivers, "full_bytes": full_bytes, "missing": missing}
-    return about | plain | {"publications": publications}
 
 
 def _gpus(text: str, default: str | None = None) -> tuple[int, str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from headrace.config import COMMANDS
 from headrace.errors import ConfigError
 from headrace.insight.hardware import Accelerator, ModelShape
 from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, Transfer, WireFormat
@@ -84,7 +85,7 @@ class Split:
 
 
 def plan(question: Question) -> "list[LayoutPlan]":
-    """The layouts that promise most, the one with the most goodput first."""
+    """The layouts that promise most: those that can be run here first, by goodput."""
     model, device, number = question.model, question.device, question.num_devices
     if not any(_engine_sizes(question)):
         raise ConfigError(
@@ -93,14 +94,14 @@ def plan(question: Question) -> "list[LayoutPlan]":
             "not fit; take more or larger devices, or shorter answers"
         )
     candidates = [_Candidate(question, split) for split in _splits(question)]
-    fitting = sorted((one for one in candidates if one.num_running), key=lambda one: one.least_s)
+    fitting = sorted((one for one in candidates if one.num_running), key=lambda one: (not one.is_built, one.least_s))
     if not fitting:
         raise ConfigError(
             f"{model.name} cannot be trained on {number} x {device.name}: its training state alone is "
             f"{16 * model.num_params / 1e9:,.0f} GB, and there are {number} x "
             f"{device.memory_bytes / 1e9:.0f} GB; take more devices, or train an adapter"
         )
-    return sorted((LayoutPlan(one) for one in fitting[:PLAYED]), key=lambda made: -made.goodput)
+    return sorted(map(LayoutPlan, fitting[:PLAYED]), key=lambda made: (not made.settings, -made.goodput))
 
 
 def search(question: Question, target_goodput: float) -> "tuple[Question, list[LayoutPlan]]":
@@ -137,12 +138,11 @@ def _splits(question: Question) -> Iterator[Split]:
 
 
 def _engine_sizes(question: Question) -> Iterator[int]:
-    """Devices of an engine: powers of two within a node that hold the weights and the longest answer."""
+    """Devices of an engine: powers of two that hold the weights and the longest answer, in a node if one can."""
     device, tokens = question.device, question.prompt_tokens + question.longest_tokens
-    most = min(device.num_per_node, question.num_devices)
-    for size in (2**i for i in range(most.bit_length())):
-        if Roofline(question.model, device).actor_bill(1, tokens, size).fits(device):
-            yield size
+    sizes = (2**i for i in range(question.num_devices.bit_length()))
+    fitting = [size for size in sizes if Roofline(question.model, device).actor_bill(1, tokens, size).fits(device)]
+    yield from [size for size in fitting if size <= device.num_per_node] or fitting[:1]
 
 
 class _Candidate:
@@ -157,6 +157,32 @@ class _Candidate:
         self.num_running = self._num_running() if self.learner.fits(question.device) else 0
         self.transfer = None if split.colocated else self._transfer()
         self.sync = self.roofline.sync_times(self.transfer) if self.transfer else None
+
+    @property
+    def is_built(self) -> bool:
+        """Whether an engine does it: on several devices only servers can, of one node, no mixtures, not in turns."""
+        in_a_node = self.split.tensor_parallel <= self.device.num_per_node and not self.split.colocated
+        return self.split.tensor_parallel == 1 or (in_a_node and not self.question.model.num_experts)
+
+    @property
+    def settings(self) -> list[str]:
+        """What runs it here, besides model, prompts and rewards; nothing if that cannot be run."""
+        question, split, size = self.question, self.split, self.split.tensor_parallel
+        found = [f"loop.groups_per_step={question.num_prompts}", f"rollout.samples={question.num_samples}"]
+        found += [f"loop.max_lag={self.max_lag}", f"rollout.max_running={self.num_running}"]
+        if question.num_devices > 1:
+            found += ["place.cluster=ray", f"rollout.workers={split.num_engines}"]
+            found += [f"learner.ranks={split.learner_devices}", *["place.layout=colocated"] * split.colocated]
+        if size > 1:
+            found += ["rollout.engine=vllm", f"rollout.command={COMMANDS['vllm']} --tensor-parallel-size {size}"]
+        if question.lengths.cap < float("inf"):
+            found.append(f"rollout.max_new_tokens={question.lengths.cap:.0f}")
+        if question.adapter:
+            found.append("learner.lora_rank=16")
+        if self.transfer is not None and self.transfer.encoding is not WireFormat.FULL:
+            found.append(f"publish.encoding={self.transfer.encoding}")
+        found += ["learner.checkpoint_activations=true"] * self.recomputes
+        return found if self.is_built else []
 
     def _learner_bill(self, *, recomputes: bool) -> MemoryBill:
         shards = self.split.learner_devices
@@ -279,7 +305,7 @@ class LayoutPlan:
         question, split = chosen.question, chosen.split
         run, parts = chosen.simulated()
         per_hour = question.device.dollars_per_hour * question.num_devices
-        self.layout, self.max_lag = split, chosen.max_lag
+        self.layout, self.max_lag, self.settings = split, chosen.max_lag, chosen.settings
         self.times, self.step_s = run.stage_s, run.step_s  # seconds of each stage in a step
         self.bottleneck = chosen.bottleneck(run)
         self.goodput = run.goodput * parts * question.useful  # trained tokens per second
@@ -316,7 +342,10 @@ def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:
         yield "publishing counts on few weights changing in bfloat16, as they do at small learning rates"
     if made.recomputes:
         yield "activations are recomputed to fit into memory: a third more work for the learner"
-    if (size := made.layout.tensor_parallel) > 1:
-        how = f"take rollout.engine=vllm and put --tensor-parallel-size {size} into rollout.command"
-        how = "a mixture of experts has no other" if question.model.num_experts else how
-        yield f"Headrace's own engine runs on one device: {how}"
+    if not made.settings:
+        what = (
+            " for a mixture of experts"
+            if question.model.num_experts
+            else ", of several nodes or in turns with training"
+        )
+        yield f"it cannot be run here: no engine spans {made.layout.tensor_parallel} devices{what}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
+from shlex import quote
 
 from headrace.insight.planner import LayoutPlan, Question
 from headrace.insight.reading import Reading
@@ -158,6 +159,7 @@ def _layout(question: Question, plan: LayoutPlan) -> Iterator[tuple[str, str]]:
     yield "publish", publish
     yield "engine's GPU", _bill(plan.rollout_bill, question)
     yield "learner's GPU", _bill(plan.learner_bill, question)
+    yield "settings", " ".join(map(quote, plan.settings)) or "none: it cannot be run here"
     yield "a step", seconds(plan.step_s)
     cost = f"{plan.dollars_per_million:.2f} dollars a million"
     yield "goodput", f"{plan.goodput:,.0f} trained tokens a second, {cost}"

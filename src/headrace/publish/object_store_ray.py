@@ -5,10 +5,8 @@ and keeps a copy for the next node, so every node sends each byte at most once. 
 all nodes would fetch from the sender's.)
 """
 
-import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -75,17 +73,3 @@ class ObjectStoreReceiver:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # arrays are read-only, and nobody writes to them
             return verify(Payload(ticket.manifest, tuple(map(torch.from_numpy, arrays))))
-
-
-@contextmanager
-def local_store(num_bytes: int) -> Iterator[tuple[type[ObjectStoreSender], type[ObjectStoreReceiver]]]:
-    """Classes of both ends, in the connected Ray or in a local one with `num_bytes` of store."""
-    own = not ray.is_initialized()
-    if own:
-        silent: Any = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-        ray.init("local", num_cpus=1, object_store_memory=max(num_bytes, 100 << 20), **silent)
-    try:
-        yield ObjectStoreSender, ObjectStoreReceiver
-    finally:
-        if own:
-            ray.shutdown()
