@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from headrace.errors import RunError
-from headrace.ledger import database, journal
+from headrace.ledger import database, digests, journal
 from headrace.ledger.database import DROPPED, SOURCE
+from headrace.ledger.digests import Digests
 from headrace.measured import Row, StageClock, StageSpan
 from headrace.types import Attempt, DropReason, Group, Outcomes, Prompt, Score, Trajectory
 
@@ -77,6 +78,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         self.connection, self.run_dir, self._clock = connection, run_dir, clock
         self._path = run_dir / database.FILE_NAME
         self._file = self._path.stat().st_ino
+        self._digests = Digests(connection) if clock is not None else None
         self.step = 1  # the step whose row comes next: what is booked now belongs to it
         self._verdicts: dict[bytes, Score] = {}  # not written yet
         self._turns: dict[tuple[int, int], Trajectory] = {}  # by serial and index, not yet stored
@@ -248,6 +250,10 @@ class Ledger(AbstractContextManager["Ledger"]):
         with self.writing() as connection:
             connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"run:{key}", value))
 
+    def sealed(self) -> list[Any]:
+        """The number and head of the last digests: what a checkpoint remembers of these books."""
+        return list(self.read(digests.LAST)[0])
+
     def sync(self) -> None:
         """Make everything booked so far survive a power failure."""
         self.read("PRAGMA wal_checkpoint(FULL)")
@@ -306,12 +312,15 @@ class Ledger(AbstractContextManager["Ledger"]):
             yield self.connection
             return
         with database.transaction(self.connection, self._path):
+            assert self._digests is not None
+            self._digests.noted = {}  # of a transaction that failed
             query = "INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)"
             judged = [(k, s.reward, json.dumps(dict(s.parts))) for k, s in self._verdicts.items()]
             self.connection.executemany(query, judged)
             for (serial, _), episode in self._turns.items():
                 journal.write_partial(self.connection, serial, episode)
             yield self.connection
+            self._digests.seal(self.connection, self.step)
         self._verdicts.clear()
         self._turns.clear()
 

@@ -269,11 +269,11 @@ class Loop:
         if self._writing is not None and not self._writing.done():
             return
         stages, version = self.stages, self.version
-        facts = {"prompts": stages.prompts.state()}
         with stages.clock.span("checkpoint", version=version, detail=STALL):
             write_tensors = await stages.device.run(stages.ranks.snapshot)
             if in_flight_rule(self.config) == "resume":
                 stages.ledger.keep_partials(await self.groups.under_way())
+            facts = {"prompts": stages.prompts.state(), "books": stages.ledger.sealed()}
             stages.ledger.sync()  # the ledger is durable before the checkpoint is
 
         async def write() -> None:

@@ -9,12 +9,13 @@ import json
 import re
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
-from itertools import islice
+from contextlib import closing, suppress
+from itertools import groupby, islice
 from pathlib import Path
 
+from headrace.ledger import digests
 from headrace.ledger.database import FILE_NAME, SCHEMA, explain
-from headrace.ledger.files import SUMMARY
+from headrace.ledger.files import CHECKPOINTS, SUMMARY
 from headrace.ledger.journal import row_from_json
 from headrace.ledger.ledger import Books, Ledger
 from headrace.runs.columns import reading
@@ -35,6 +36,8 @@ def audit(run_dir: Path, *, finished: bool | None = None) -> list[str]:
         try:
             problems += _schema_problems(connection)
             problems += _unreadable(connection)
+            for _, found in groupby(_not_of_the_run(run_dir, connection), key=lambda told: told[0]):
+                problems += [sentence for _, sentence in islice(found, _SHOWN)]
             for sentence, query in re.findall(r"-- (.+)\n([^;]+);", _CHECKS):
                 found = connection.execute(f"{_SUMS}\n{query}", {"finished": finished})
                 problems += [sentence.format(*values) for values in islice(found, _SHOWN)]
@@ -72,6 +75,18 @@ def _says_finished(run_dir: Path) -> tuple[bool, list[str]]:
         return False, []
     except (ValueError, AttributeError) as error:
         return False, [f"{SUMMARY} cannot be read: {error}"]
+
+
+def _not_of_the_run(run_dir: Path, connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
+    """Rows that are not as the run wrote them, and checkpoints of other books."""
+    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'digests'").fetchone():
+        return  # an older release kept none
+    yield from digests.problems(connection)
+    for manifest in sorted((run_dir / CHECKPOINTS).glob("step-*/manifest.json")):
+        with suppress(OSError, ValueError, KeyError):  # a damaged one is not used; an older release told no books
+            id, head = json.loads(manifest.read_text(encoding="utf-8"))["facts"]["books"]
+            if connection.execute("SELECT 1 FROM digests WHERE (id, head) = (?, ?)", (id, head)).fetchone() is None:
+                yield "checkpoints", f"the checkpoint {manifest.parent.name} belongs to other books"
 
 
 def _unreadable(connection: sqlite3.Connection) -> Iterator[str]:

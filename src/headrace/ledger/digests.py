@@ -1,0 +1,96 @@
+"""Digests of all rows, so that `headrace audit` names any row that the run did not write as it is.
+
+Triggers on the writer's own connection note each row that a transaction changes. At its end one row
+goes into `digests`: the notes, and the head of a chain over all notes so far. Account balances are
+left out: they are recomputed from the transfers.
+"""
+
+import hashlib
+import json
+import marshal
+import sqlite3
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+TABLE = """CREATE TABLE IF NOT EXISTS digests (
+    id INTEGER PRIMARY KEY, step INTEGER NOT NULL, head TEXT NOT NULL, changes TEXT NOT NULL)"""
+LAST = "SELECT id, head FROM digests ORDER BY id DESC LIMIT 1"
+
+
+class Digests:
+    """What is noted of the transaction under way."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.noted: dict[str, dict[str, int | None]] = {}  # by table and key; None: deleted
+        connection.execute(TABLE)
+        connection.create_function("note", -1, self._note)
+        for table, key, columns in tables(connection):
+            for event, row in (("INSERT", "NEW"), ("UPDATE", "NEW"), ("DELETE", "OLD")):
+                told = ", ".join(f"{row}.{column}" for column in columns if row == "NEW")
+                given = f"'{table}', {_named(key, f'{row}.')}{told and ', '}{told}"
+                name = f"note_{table}_{event}"
+                connection.execute(
+                    f"CREATE TEMP TRIGGER {name} AFTER {event} ON {table} BEGIN SELECT note({given}); END"
+                )
+        if connection.execute(LAST).fetchone() is None:  # what is there already
+            for table, key, columns in tables(connection):
+                connection.execute(
+                    f"SELECT note('{table}', {_named(key)}, {', '.join(columns)}) FROM {table}"
+                ).fetchall()
+            self.seal(connection, 0)
+
+    def _note(self, table: str, key: Any, *values: Any) -> None:
+        self.noted.setdefault(table, {})[str(key)] = of_row(values) if values else None
+
+    def seal(self, connection: sqlite3.Connection, step: int) -> None:
+        """Store what was noted, in the transaction that it is about."""
+        if self.noted:
+            told, (_, before) = json.dumps(self.noted), connection.execute(LAST).fetchone() or (0, "")
+            values = (step, next_head(before, step, told), told)
+            connection.execute("INSERT INTO digests (step, head, changes) VALUES (?, ?, ?)", values)
+            self.noted = {}
+
+
+def problems(connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
+    """Where they are, and sentences."""
+    connection.create_function("digest", -1, lambda *values: of_row(values))
+    connection.execute("CREATE TEMP TABLE noted (at, named, digested, PRIMARY KEY (at, named)) WITHOUT ROWID")
+    before = ""
+    for id, step, head, told in connection.execute("SELECT id, step, head, changes FROM digests ORDER BY id"):
+        if next_head(before, step, told) != head:
+            yield "digests", f"the digests of transaction {id} do not follow from those before it"
+        before = head
+        found = [(table, key, digest) for table, keys in json.loads(told).items() for key, digest in keys.items()]
+        connection.executemany("INSERT OR REPLACE INTO noted VALUES (?, ?, ?)", found)
+    for table, key, columns in tables(connection):
+        row, known = f"CAST({_named(key)} AS TEXT)", f"noted WHERE at = '{table}' AND digested IS NOT NULL"
+        joined = f"{table} LEFT JOIN noted ON at = '{table}' AND named = {row}"
+        other = f"SELECT {row}, digested IS NULL FROM {joined} WHERE digest({', '.join(columns)}) IS NOT digested"
+        for name, is_new in connection.execute(other):
+            yield table, f"row {name} of table {table} {'was added' if is_new else 'was changed'}, and not by the run"
+        for (name,) in connection.execute(f"SELECT named FROM {known} AND named NOT IN (SELECT {row} FROM {table})"):
+            yield table, f"row {name} of table {table} is gone"
+
+
+def of_row(values: tuple[Any, ...]) -> int:
+    return zlib.crc32(marshal.dumps(values, 2))
+
+
+def next_head(before: str, step: int, told: str) -> str:
+    return hashlib.blake2b(f"{before} {step} {told}".encode(), digest_size=16).hexdigest()
+
+
+def tables(connection: sqlite3.Connection) -> list[tuple[str, list[str], list[str]]]:
+    """Each table with the columns of its key, and all of them."""
+    names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT IN ('accounts', 'digests') ORDER BY name"
+    found = []
+    for (table,) in connection.execute(names).fetchall():
+        columns = connection.execute(f"SELECT name, pk FROM pragma_table_info('{table}')").fetchall()
+        keys = sorted((place, name) for name, place in columns if place)
+        found.append((table, [name for _, name in keys], [name for name, _ in columns]))
+    return found
+
+
+def _named(key: list[str], row: str = "") -> str:
+    return " || '/' || ".join(f"{row}{column}" for column in key)
