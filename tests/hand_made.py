@@ -92,6 +92,7 @@ def row(step: int, **given: Any) -> Row:
         "ratio_p99": 1.0,
         "ratio_outside": 0.0,
         "clipped_share": 0.0,
+        "value_loss": 0.0,
         "effective_samples": 1.0,
         "stage_s": StageTimes(rollout=1.5, reward=0.25, train=0.5, publish=0.125),
         "publish_bytes": 64,

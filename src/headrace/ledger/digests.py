@@ -22,34 +22,31 @@ class Digests:
     """What is noted of the transaction under way."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
-        self.noted: dict[str, dict[str, int | None]] = {}  # by table and key; None: deleted
+        self.noted: dict[Any, tuple[Any, ...]] = {}  # table, key and columns, by the first two; none if deleted
         connection.execute(TABLE)
-        connection.create_function("note", -1, self._note)
+        connection.create_function("note", -1, lambda *row: self.noted.__setitem__(row[:2], row))
         for table, key, columns in tables(connection):
             for event, row in (("INSERT", "NEW"), ("UPDATE", "NEW"), ("DELETE", "OLD")):
                 told = ", ".join(f"{row}.{column}" for column in columns if row == "NEW")
                 given = f"'{table}', {_named(key, f'{row}.')}{told and ', '}{told}"
-                name = f"note_{table}_{event}"
-                connection.execute(
-                    f"CREATE TEMP TRIGGER {name} AFTER {event} ON {table} BEGIN SELECT note({given}); END"
-                )
+                trigger = f"TRIGGER note_{table}_{event} AFTER {event} ON {table}"
+                connection.execute(f"CREATE TEMP {trigger} BEGIN SELECT note({given}); END")
         if connection.execute(LAST).fetchone() is None:  # what is there already
             for table, key, columns in tables(connection):
-                connection.execute(
-                    f"SELECT note('{table}', {_named(key)}, {', '.join(columns)}) FROM {table}"
-                ).fetchall()
+                given = f"'{table}', {_named(key)}, {', '.join(columns)}"
+                connection.execute(f"SELECT note({given}) FROM {table}").fetchall()
             self.seal(connection, 0)
-
-    def _note(self, table: str, key: Any, *values: Any) -> None:
-        self.noted.setdefault(table, {})[str(key)] = of_row(values) if values else None
 
     def seal(self, connection: sqlite3.Connection, step: int) -> None:
         """Store what was noted, in the transaction that it is about."""
         if self.noted:
-            told, (_, before) = json.dumps(self.noted), connection.execute(LAST).fetchone() or (0, "")
+            changes: dict[str, dict[Any, int | None]] = {}
+            for (table, key), row in self.noted.items():
+                changes.setdefault(table, {})[key] = of_row(row) if len(row) > 2 else None
+            self.noted.clear()
+            told, (_, before) = json.dumps(changes), connection.execute(LAST).fetchone() or (0, "")
             values = (step, next_head(before, step, told), told)
             connection.execute("INSERT INTO digests (step, head, changes) VALUES (?, ?, ?)", values)
-            self.noted = {}
 
 
 def problems(connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
@@ -64,9 +61,10 @@ def problems(connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
         found = [(table, key, digest) for table, keys in json.loads(told).items() for key, digest in keys.items()]
         connection.executemany("INSERT OR REPLACE INTO noted VALUES (?, ?, ?)", found)
     for table, key, columns in tables(connection):
+        given = f"'{table}', {_named(key)}, {', '.join(columns)}"
         row, known = f"CAST({_named(key)} AS TEXT)", f"noted WHERE at = '{table}' AND digested IS NOT NULL"
         joined = f"{table} LEFT JOIN noted ON at = '{table}' AND named = {row}"
-        other = f"SELECT {row}, digested IS NULL FROM {joined} WHERE digest({', '.join(columns)}) IS NOT digested"
+        other = f"SELECT {row}, digested IS NULL FROM {joined} WHERE digest({given}) IS NOT digested"
         for name, is_new in connection.execute(other):
             yield table, f"row {name} of table {table} {'was added' if is_new else 'was changed'}, and not by the run"
         for (name,) in connection.execute(f"SELECT named FROM {known} AND named NOT IN (SELECT {row} FROM {table})"):

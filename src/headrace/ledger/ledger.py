@@ -313,7 +313,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             return
         with database.transaction(self.connection, self._path):
             assert self._digests is not None
-            self._digests.noted = {}  # of a transaction that failed
+            self._digests.noted.clear()  # of a transaction that failed
             query = "INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)"
             judged = [(k, s.reward, json.dumps(dict(s.parts))) for k, s in self._verdicts.items()]
             self.connection.executemany(query, judged)
