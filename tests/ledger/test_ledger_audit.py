@@ -108,11 +108,11 @@ def test_rows_may_be_short_only_while_the_run_is_unfinished(played_run, make_row
     with closing(sqlite3.connect(played_run / "ledger.sqlite", isolation_level=None)) as connection:
         row = make_row(2, trained_tokens=9, dropped_tokens={"no_signal": 1})
         connection.execute("UPDATE rows SET data = ? WHERE step = 2", (row_to_json(row),))
-    of_rows = [problem for problem in audit(played_run) if "rows" in problem]
+    of_rows = [problem for problem in audit(played_run) if "its rows" in problem]
     assert of_rows == ["the run has finished, but its rows show 1 of the 5 tokens dropped:no_signal"]
-    assert not [problem for problem in audit(played_run, finished=False) if "rows" in problem]
+    assert not [problem for problem in audit(played_run, finished=False) if "its rows" in problem]
     (played_run / "summary.json").unlink()
-    assert not [problem for problem in audit(played_run) if "rows" in problem]
+    assert not [problem for problem in audit(played_run) if "its rows" in problem]
 
 
 def test_a_run_that_stopped_in_the_middle_of_a_step_is_sound(tmp_path, make_group, make_row):

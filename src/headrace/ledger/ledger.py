@@ -312,15 +312,16 @@ class Ledger(AbstractContextManager["Ledger"]):
             yield self.connection
             return
         with database.transaction(self.connection, self._path):
-            assert self._digests is not None
-            self._digests.noted.clear()  # of a transaction that failed
+            if self._digests is not None:
+                self._digests.noted.clear()  # of a transaction that failed
             query = "INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)"
             judged = [(k, s.reward, json.dumps(dict(s.parts))) for k, s in self._verdicts.items()]
             self.connection.executemany(query, judged)
             for (serial, _), episode in self._turns.items():
                 journal.write_partial(self.connection, serial, episode)
             yield self.connection
-            self._digests.seal(self.connection, self.step)
+            if self._digests is not None:
+                self._digests.seal(self.connection, self.step)
         self._verdicts.clear()
         self._turns.clear()
 
