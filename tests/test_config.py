@@ -304,3 +304,40 @@ def test_what_is_no_path_is_not_rooted(tmp_path: Path, monkeypatch: pytest.Monke
     assert rooted(Config()) == Config()
     words = ["model.path=owner/name", "prompts.source=reasoning-gym:chain_sum", "reward.function=exact"]
     assert rooted(load_config(None, words)) == load_config(None, words)
+
+
+OLDER = """
+[learner]
+beta1 = 0.8
+beta2 = 0.95
+correction_low = 0.25
+correction_high = 4.0
+[prompts]
+shuffle = false
+[buffer]
+min_share = 0.5
+[publish]
+bucket_mb = 32
+"""
+
+
+def test_the_settings_of_a_run_of_an_older_release_are_understood(toml):
+    config = load_config(toml(OLDER), of_a_run=True)
+    assert config.learner.betas == (0.8, 0.95)
+    assert config.learner.correction_limits == (0.25, 4.0)
+    assert config.prompts.select == "in-order"
+
+
+def test_a_file_of_a_user_is_told_what_is_no_setting(toml):
+    text = message(toml(OLDER))
+    for key in ("learner.beta1", "learner.correction_high", "prompts.shuffle", "buffer.min_share", "publish.bucket_mb"):
+        assert key in text
+
+
+def test_a_loss_is_searched_beside_the_settings(toml):
+    path = toml('[learner]\nloss = "losses.py:topr"\nkl_coef = 1\nteacher = "big.gguf"\n')
+    for name in ("losses.py", "big.gguf"):
+        (path.parent / name).touch()
+    learner = load_config(path).learner
+    assert learner.loss == f"{path.parent / 'losses.py'}:topr"
+    assert learner.teacher == str(path.parent / "big.gguf")

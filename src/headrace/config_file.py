@@ -20,15 +20,22 @@ from headrace.user_code import names_file, names_function
 COMMAND_LINE = "command line"
 NAME_CODE = (
     *("prompts.source", "prompts.eval_source", "prompts.select"),
-    *("reward.function", "episode.environment", "episode.agent"),
+    *("reward.function", "episode.environment", "episode.agent", "learner.loss", "learner.advantage"),
 )
-NAME_FILES = (*NAME_CODE, "model.path", "model.tokenizer")
+NAME_FILES = (*NAME_CODE, "model.path", "model.tokenizer", "learner.teacher")
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
 Given = tuple[Any, str]  # a value somebody wrote, and where
 SETTINGS: dict[str, FieldInfo] = {
     f"{section}.{key}": field for section, model in SECTIONS.items() for key, field in model.model_fields.items()
 }
+
+
+PAIRS = {
+    "learner.betas": ("learner.beta1", "learner.beta2"),
+    "learner.correction_limits": ("learner.correction_low", "learner.correction_high"),
+}
+GONE = ("buffer.min_share", "loop.eval_patience", "publish.bucket_mb", "reward.overlong_penalty")
 
 
 class Explained(NamedTuple):
@@ -40,10 +47,15 @@ class Explained(NamedTuple):
     doc: str
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
-    """The settings of `path` (the defaults if None) with `overrides` on top."""
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, of_a_run: bool = False) -> Config:
+    """The settings of `path` (the defaults if None) with `overrides` on top.
+
+    `of_a_run` are those that a run wrote down, perhaps of an older release.
+    """
     given: dict[str, Given] = {}
     file_problems = [] if path is None else _read_file(Path(path), given)
+    if of_a_run:
+        _renew(given)
     problems = file_problems + _read_overrides(overrides, given)
     for key in [key for key in given if key not in SETTINGS]:
         problems.append(_unknown(key, given.pop(key)[1]))
@@ -152,6 +164,18 @@ def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
         return [f"{error}; to set {path} write {path}=VALUE" if is_setting else str(error)]
     given.update({key: (_beside(path, key, value), str(path)) for key, value in leaves})
     return []
+
+
+def _renew(given: dict[str, Given]) -> None:
+    """Put what is one setting now into one, and leave out what is none any more."""
+    for new, olds in PAIRS.items():
+        pair = [given.pop(old) for old in olds if old in given]
+        if len(pair) == len(olds):
+            given[new] = [value for value, _ in pair], pair[0][1]
+    if (shuffled := given.pop("prompts.shuffle", None)) is not None:
+        given["prompts.select"] = "uniform" if shuffled[0] else "in-order", shuffled[1]
+    for key in GONE:
+        given.pop(key, None)
 
 
 def _beside(path: Path, key: str, value: Any) -> Any:
