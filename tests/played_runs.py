@@ -322,7 +322,7 @@ class Scorer:
 class Learner:
     """Its weights are a digest of everything they were trained on, in order."""
 
-    uses_reference = lost = False
+    uses_reference = keeps_reference = lost = False
 
     def __init__(self, world: World) -> None:
         self._world, self._groups, self._version = world, [], 0

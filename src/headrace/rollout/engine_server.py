@@ -87,7 +87,9 @@ class Launch:
 class Server:
     """One server process group, perhaps in place of another. Its directory has the model that it loads, and its log."""
 
-    def __init__(self, command: str, write: Callable[[Path], None], launch: Callable[[Path], Launch], again: bool):
+    def __init__(
+        self, command: str, write: Callable[[Path], None], launch: Callable[[Path], Launch], again: bool = False
+    ) -> None:
         shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
         self.directory = Path(tempfile.mkdtemp("-engine", "headrace-", shared))
         self._log = self.directory / "log"
