@@ -80,6 +80,7 @@ def resume(
                 refuse_unasked(ledger, config, overrides, _name_of(reward))
         else:
             _refuse_without_ledger(run_dir)
+            files.save_settings(config, run_dir)  # a kill may leave a ledger from here on
         return _to_the_end(config, run_dir, watcher or Watcher(), reward, resumed=begun)
 
 
