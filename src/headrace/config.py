@@ -215,7 +215,7 @@ class LearnerSection(SettingsSection):
     epochs: PositiveInt = setting(1, "times that a step's groups are trained on before its version is published")
     minibatches: PositiveInt = setting(1, "updates of the weights in each epoch, each on a part of the step's groups")
     advantage: Name = setting(
-        "grpo", "of rewards: grpo, dr-grpo, rloo, reinforce++, gae (a critic), or file.py:function (groups) -> groups"
+        "grpo", "how rewards become advantages: grpo, dr-grpo, rloo, reinforce++, gae (a critic) or file.py:function"
     )
     gae_lambda: UpToOne = setting(1.0, "gae: 0 trusts the critic's next value, 1 the rewards alone")
     value_lr: NonNegativeFloat = setting(1e-4, "learning rate of the critic's head", most=MOST)
@@ -242,7 +242,7 @@ class LearnerSection(SettingsSection):
         "importance weight proximal/behaviour: truncate it at a limit, or mask outside two limits",
     )
     correction_limits: tuple[NonNegativeFloat, PositiveFloat] = setting(
-        (0.5, 2.0), "largest weight; masked: a weight outside of both drops the token"
+        (0.5, 2.0), "the second is the largest weight; masked: a weight outside the two drops the token"
     )
     kl_coef: NonNegativeFloat = setting(
         0.0,
