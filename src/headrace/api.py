@@ -80,7 +80,6 @@ def resume(
                 refuse_unasked(ledger, config, overrides, _name_of(reward))
         else:
             _refuse_without_ledger(run_dir)
-            files.save_settings(config, run_dir)  # a kill may leave a ledger from here on
         return _to_the_end(config, run_dir, watcher or Watcher(), reward, resumed=begun)
 
 
@@ -109,7 +108,7 @@ def _refuse_without_ledger(run_dir: Path) -> None:
             f"what was trained on. Put a copy of it back. Without one, {left} are left"
             + (f", and a new run can start from its weights: {weights}" if weights else "")
         )
-    files.undo_start(run_dir)
+    files.undo_start(run_dir, keep=files.SETTINGS)  # without them, another kill would leave nothing to resume
 
 
 def _name_of(reward: Reward | None) -> str:

@@ -213,6 +213,18 @@ def centred(rewards):
 
 def short(rewards):
     return rewards[:-1]
+
+def one(rewards):
+    return 1.0
+
+def first(x):
+    return x.current[:1], x.current[:1] > 0
+
+def alone(x):
+    return x.current
+
+def nothing(x):
+    return None
 """
 
 
@@ -224,6 +236,11 @@ def test_a_loss_and_an_advantage_of_ones_own(policy: Policy, tmp_path: Path):
     for settings in ({"loss": "ppo", "advantage": "dr-grpo"}, given):
         outcomes.append(take_step(learner_for(clone(policy), LearnerSection(lr=1e-3, **settings)), groups)[0])
     outcomes[1].assert_equals(outcomes[0])
-    wrong = LearnerSection(advantage=f"{tmp_path}/own.py:short")
-    with pytest.raises(ConfigError, match="as many numbers as each group has rewards"):
-        take_step(learner_for(clone(policy), wrong), groups)
+    for name in ("short", "one"):
+        wrong = LearnerSection(advantage=f"{tmp_path}/own.py:{name}")
+        with pytest.raises(ConfigError, match=r"learner\.advantage.*as many numbers as each group has rewards"):
+            take_step(learner_for(clone(policy), wrong), groups)
+    for name in ("first", "alone", "nothing"):
+        wrong = LearnerSection(loss=f"{tmp_path}/own.py:{name}")
+        with pytest.raises(ConfigError, match=r"learner\.loss.*must return LossTerms"):
+            take_step(learner_for(clone(policy), wrong), groups)

@@ -343,9 +343,5 @@ def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:
     if made.recomputes:
         yield "activations are recomputed to fit into memory: a third more work for the learner"
     if not made.settings:
-        what = (
-            " for a mixture of experts"
-            if question.model.num_experts
-            else ", of several nodes or in turns with training"
-        )
-        yield f"it cannot be run here: no engine spans {made.layout.tensor_parallel} devices{what}"
+        what = "for a mixture of experts" if question.model.num_experts else "of two nodes, or in turns with training"
+        yield f"it cannot be run here: no engine spans {made.layout.tensor_parallel} devices {what}"

@@ -382,9 +382,8 @@ class Optimizer:
         self._several = False  # backward passes since the last step
         self._add_up = None if sharding is None else sharding.reduced
         kind = adamw.FusedAdamW if self._on_gpu else torch.optim.AdamW
-        self.adamw = kind(
-            self.masters, lr=section.lr, betas=section.betas, weight_decay=section.weight_decay, fused=True
-        )
+        betas, decay = section.betas, section.weight_decay
+        self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
         steps = torch.zeros((), device=self.parameters[0].device if self._on_gpu else "cpu")
         for master in self.masters:  # `FusedAdamW` counts its steps once, torch's AdamW for each weight
             moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}

@@ -53,7 +53,10 @@ def objective(
     s, b, (current, unfiltered, *values) = section, batch, passed
     proximal = current.detach() if b.start is None else b.start[0]
     given = LossInput(current, proximal, b.behaviour, b.advantage, b.sequence_ids, s.clip_low, s.clip_high)
-    terms = LossTerms(*(LOSSES.get(s.loss) or users_function("learner.loss", s.loss))(given))
+    terms = (LOSSES.get(s.loss) or users_function("learner.loss", s.loss))(given)
+    if not isinstance(terms, tuple) or [getattr(x, "shape", None) for x in terms] != [current.shape] * 2:
+        raise ConfigError(f"learner.loss = '{s.loss}' must return LossTerms: two numbers for each token")
+    terms = LossTerms(*terms)
     (low, high), carried = s.correction_limits, s.loss in CARRIES_WEIGHT
     weight, kept = correction_weight(s.correction, proximal, b.behaviour, low=low, high=high, carried=carried)
     per_token = corrected(terms.per_token, weight, kept)
@@ -93,10 +96,10 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 def advantages(kind: str, rewards_by_group: Sequence[Rewards]) -> list[Advantages]:
     """One advantage per reward. `rewards_by_group` are the groups of one step."""
     if ":" in kind:
-        found = [np.asarray(x, np.float64) for x in users_function("learner.advantage", kind)(rewards_by_group)]
-        if [x.shape for x in found] != [np.shape(r) for r in rewards_by_group]:
+        given = users_function("learner.advantage", kind)(rewards_by_group)
+        if not isinstance(given, list | tuple) or [*map(np.shape, given)] != [*map(np.shape, rewards_by_group)]:
             raise ConfigError(f"learner.advantage = '{kind}' must return as many numbers as each group has rewards")
-        return found
+        return [np.asarray(values, np.float64) for values in given]
     centred = [_centred(rewards) for rewards in rewards_by_group]
     if kind == "dr-grpo" or not centred:
         return centred

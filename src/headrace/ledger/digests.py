@@ -11,6 +11,7 @@ import marshal
 import sqlite3
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 TABLE = """CREATE TABLE IF NOT EXISTS digests (
@@ -58,8 +59,9 @@ def problems(connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
         if next_head(before, step, told) != head:
             yield "digests", f"the digests of transaction {id} do not follow from those before it"
         before = head
-        found = [(table, key, digest) for table, keys in json.loads(told).items() for key, digest in keys.items()]
-        connection.executemany("INSERT OR REPLACE INTO noted VALUES (?, ?, ?)", found)
+        with suppress(ValueError, AttributeError, sqlite3.Error):  # changed, which the head tells
+            found = [(table, key, digest) for table, keys in json.loads(told).items() for key, digest in keys.items()]
+            connection.executemany("INSERT OR REPLACE INTO noted VALUES (?, ?, ?)", found)
     for table, key, columns in tables(connection):
         given = f"'{table}', {_named(key)}, {', '.join(columns)}"
         row, known = f"CAST({_named(key)} AS TEXT)", f"noted WHERE at = '{table}' AND digested IS NOT NULL"

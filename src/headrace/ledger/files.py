@@ -79,7 +79,7 @@ def _set_aside(run_dir: Path, config: Config) -> None:
     (run_dir / MOVING).rename(run_dir / REPLACED)
 
 
-def undo_start(run_dir: Path) -> None:
+def undo_start(run_dir: Path, keep: str = "") -> None:
     """Take back the start of a run that has no first checkpoint; what it replaced comes back.
 
     May be killed at any moment, and called again.
@@ -90,6 +90,8 @@ def undo_start(run_dir: Path) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             return
         for name in PARTS:
+            if name == keep:
+                continue
             if (run_dir / name).is_dir():
                 shutil.rmtree(run_dir / name, ignore_errors=True)
             else:
