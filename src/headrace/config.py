@@ -25,7 +25,7 @@ MOST_S = 10**8  # three years; timers of operating systems overflow later
 MOST_TRAJECTORIES = 10**6  # under way at a time: each is an object in memory
 
 DEMOS = ("demo", "demo-chat")  # models that are made on the spot
-OWN = {  # settings that take the name of a function, too
+BUILT_IN = {  # settings that take the name of a function, too
     "prompts.select": ("uniform", "in-order", "signal"),
     "learner.advantage": ("grpo", "dr-grpo", "rloo", "reinforce++", "gae"),
     "learner.loss": ("ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"),
@@ -418,7 +418,7 @@ def _of_learning(config: Config) -> Iterator[str]:
 
 def _of_algorithms(config: Config) -> Iterator[str]:
     learner = config.learner
-    for key, names in OWN.items():
+    for key, names in BUILT_IN.items():
         if (given := attrgetter(key)(config)) not in names and ":" not in given:
             known = ", ".join(f"'{name}'" for name in names)
             yield f"{key} = '{given}' is none of {known}, and names no 'file.py:function'"

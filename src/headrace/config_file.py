@@ -13,14 +13,14 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from headrace.config import DEMOS, MOST, Config
+from headrace.config import BUILT_IN, DEMOS, MOST, Config
 from headrace.errors import ConfigError
 from headrace.user_code import names_file, names_function
 
 COMMAND_LINE = "command line"
 NAME_CODE = (
-    *("prompts.source", "prompts.eval_source", "prompts.select"),
-    *("reward.function", "episode.environment", "episode.agent", "learner.loss", "learner.advantage"),
+    *BUILT_IN,
+    *("prompts.source", "prompts.eval_source", "reward.function", "episode.environment", "episode.agent"),
 )
 NAME_FILES = (*NAME_CODE, "model.path", "model.tokenizer", "learner.teacher")
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file

@@ -287,9 +287,8 @@ def reference_of(policy: Policy, section: LearnerSection, sharding: Sharding | N
     """What the KL is from: the policy as it is now, or a teacher."""
     if not section.teacher:
         return policy.frozen_copy()
-    dtype: Any = str(policy.dtype).removeprefix("torch.")
-    given = ModelSection(path=section.teacher, dtype=dtype, device=str(policy.device))
-    teacher = load_policy(given, mesh=None if sharding is None else sharding.mesh)
+    kind: Any = {"dtype": str(policy.dtype).removeprefix("torch."), "device": str(policy.device)}
+    teacher = load_policy(ModelSection(path=section.teacher, **kind), mesh=sharding.mesh if sharding else None)
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ModelError(f"learner.teacher = '{section.teacher}' has another vocabulary than the model that it teaches")
     return teacher

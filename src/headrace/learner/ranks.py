@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headrace.config import LearnerSection
-from headrace.errors import LearnerLostError, WorkerLostError
+from headrace.errors import LearnerLostError, ModelError, WorkerLostError
 from headrace.learner.batch import Packer, balanced, split
 from headrace.learner.credit import credits, token_rewards
 from headrace.learner.objective import kl, users_function
@@ -27,9 +27,10 @@ class Intake:
     """The groups of the current step, until their micro-batches (of all `num_ranks`) are full."""
 
     def __init__(self, section: LearnerSection, num_ranks: int = 1) -> None:
-        for setting, spec in (("learner.advantage", section.advantage), ("learner.loss", section.loss)):
-            if ":" in spec:
-                users_function(setting, spec)  # raises what is wrong with it, before anything is sampled
+        if section.teacher and not Path(section.teacher).exists():
+            raise ModelError(f"learner.teacher = '{section.teacher}': no such directory or file")
+        for setting in (name for name in ("advantage", "loss") if ":" in getattr(section, name)):
+            users_function(f"learner.{setting}", getattr(section, setting))  # raises what is wrong with it, and soon
         self._section = section
         # an advantage of reinforce++ or of a user's depends on the other groups of its step
         self._whole = section.in_whole_steps or section.advantage == "reinforce++" or ":" in section.advantage

@@ -29,6 +29,8 @@ RUBRIC = """You mark an answer to a task. 10 is right and complete, 5 is right i
 </answer>
 Say in one sentence what is wrong with the answer, if anything. End with "Mark: N", where N is a number from 0 to 10."""
 MARK = re.compile(r"Mark:\s*\**\s*(\d+(?:\.\d+)?)")
+if missing := [name for name in ("JUDGE_BASE_URL", "JUDGE_MODEL") if name not in os.environ]:
+    raise ValueError(f"set {' and '.join(missing)}: where the judge is, and which of its models")
 CLIENT = openai.AsyncOpenAI(
     base_url=os.environ["JUDGE_BASE_URL"], api_key=os.environ.get("JUDGE_API_KEY", "none"), max_retries=0
 )

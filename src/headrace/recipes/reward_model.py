@@ -16,7 +16,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from headrace.types import Completion
 
-PATH, DEVICE = os.environ["REWARD_MODEL"], os.environ.get("REWARD_DEVICE", "cpu")
+PATH, DEVICE = os.environ.get("REWARD_MODEL", ""), os.environ.get("REWARD_DEVICE", "cpu")
+if not PATH:
+    raise ValueError("set REWARD_MODEL to the directory of the reward model")
 TOKENIZER: Any = AutoTokenizer.from_pretrained(PATH)
 MODEL: Any = AutoModelForSequenceClassification.from_pretrained(PATH, dtype="auto").to(DEVICE).eval()
 if TOKENIZER.pad_token is None:
