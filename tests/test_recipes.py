@@ -5,6 +5,7 @@ import pytest
 from headrace import sandbox
 from headrace.config_file import load_config
 from headrace.errors import SandboxError
+from headrace.recipes import gsm8k
 from headrace.recipes.code_sandbox import score
 from headrace.types import Completion
 
@@ -44,3 +45,19 @@ def test_code_is_rewarded_for_what_it_returns():
     for text, reward in ANSWERS.items():
         parts = score(Completion(prompt="", text=text, fields=fields, num_tokens=9, finish="eos"))
         assert sum(parts.values()) == pytest.approx(reward), text
+
+
+SOLUTIONS = {
+    ("She has 3 + 4 = 7.\n#### 7", "... <<3+4=7>>7\n#### 7"): 1.0,
+    ("So it costs $1,250.00.", "#### 1,250"): 1.0,
+    ("It is -3 degrees", "#### -3"): 1.0,
+    ("#### 7\nor was it 8?", "#### 7"): 0.0,
+    ("I do not know", "#### 7"): 0.0,
+    ("1" * 400, "#### 7"): 0.0,
+}
+
+
+@pytest.mark.parametrize(("answer", "solution"), SOLUTIONS)
+def test_the_last_number_is_the_answer(answer: str, solution: str):
+    completion = Completion(prompt="", text=answer, fields={"answer": solution}, num_tokens=9, finish="eos")
+    assert gsm8k.score(completion) == SOLUTIONS[answer, solution]

@@ -1,0 +1,122 @@
+"""What lag costs: losses at several `loop.max_lag`, at equal generated tokens. See benchmarks/README.md.
+
+    python benchmarks/staleness.py --json docs/results/staleness.json              # 72 runs; an hour on two cores
+    python benchmarks/staleness.py --lags 0 8 --losses ppo masked --seeds 0 --at-once 2
+
+All runs begin with one model, the demo after its warm start, and go on until they have generated `--tokens`, at a
+constant learning rate. The score is that of 2,048 problems that none of them drew. So that tokens become as old as they
+may, as many sequences run at a time as the lag lets begin. A run is a process of its own with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from script import commit, positive
+from selection import AT_THE_END, COMMON, Meter
+
+from headrace.api import evaluate_run, train
+from headrace.config_file import DEMO, load_config
+from headrace.measured import Row
+
+LOSSES = {
+    "ppo": ["learner.loss=ppo"],
+    "decoupled": ["learner.loss=decoupled-ppo", "learner.minibatches=2", "learner.lr=6e-4"],  # two updates a step
+    "truncated": ["learner.loss=reinforce", "learner.correction=truncated"],
+    "masked": ["learner.loss=reinforce", "learner.correction=masked"],
+}
+
+
+class LagMeter(Meter):
+    """Also what the steps say of their tokens' age."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(tokens)
+        self.rows: list[dict[str, float]] = []
+
+    def row(self, row: Row) -> None:
+        super().row(row)
+        names = ("generated_tokens", "lag_mean", "lag_max", "effective_samples", "clipped_share", "reward_mean")
+        self.rows.append({name: getattr(row, name) for name in names})
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.child:
+        return _child(json.loads(arguments.child))
+    with tempfile.TemporaryDirectory() as directory:
+        train(load_config(DEMO, ["loop.steps=1", "learner.lr=1e-12", f"run.dir={directory}/warm", *COMMON]))
+        jobs = [
+            {"loss": loss, "lag": lag, "seed": seed, "tokens": arguments.tokens, "in": directory, "at": number}
+            for number, (seed, lag, loss) in enumerate(
+                (seed, lag, loss) for seed in arguments.seeds for lag in arguments.lags for loss in arguments.losses
+            )
+        ]
+        results: dict[str, Any] = {"commit": commit(), "tokens": arguments.tokens, "runs": []}
+        with ThreadPoolExecutor(arguments.at_once) as pool:
+            for run in pool.map(_run, jobs):
+                results["runs"].append(run)
+                if arguments.json:  # what was measured so far is kept
+                    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    print(table(results["runs"]))
+
+
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", json.dumps(job)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    run = {**{name: job[name] for name in ("loss", "lag", "seed")}, **json.loads(done.stdout.splitlines()[-1])}
+    print({name: value for name, value in run.items() if name != "rows"}, flush=True)
+    return run
+
+
+def _child(job: dict[str, Any]) -> None:
+    meter, run_dir = LagMeter(job["tokens"]), f"{job['in']}/run-{job['at']}"
+    settings = [f"loop.max_lag={job['lag']}", f"run.seed={job['seed']}", f"run.dir={run_dir}"]
+    settings += [f"model.path={job['in']}/warm/model", "warmstart.steps=0", "loop.steps=1000", *LOSSES[job["loss"]]]
+    settings.append(f"rollout.max_running={128 * (int(job['lag']) + 1)}")
+    train(load_config(DEMO, [*COMMON, *settings]), meter)
+    found: dict[str, Any] = {"steps": meter.steps, "generated": meter.generated}
+    found["lag_max"] = max(row["lag_max"] for row in meter.rows)
+    found |= {name: statistics.fmean(row[name] for row in meter.rows) for name in ("lag_mean", "effective_samples")}
+    found["score"] = evaluate_run(run_dir, AT_THE_END)
+    print(json.dumps({**found, "rows": meter.rows}))
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Lags in lines, losses in columns: the mean score, and its range over seeds."""
+    losses = list(dict.fromkeys(run["loss"] for run in runs))
+    lines = [f"| max_lag | mean lag | {' | '.join(losses)} |", "|---" * (len(losses) + 2) + "|"]
+    for lag in dict.fromkeys(run["lag"] for run in runs):
+        of_lag = [run for run in runs if run["lag"] == lag]
+        cells = [str(lag), f"{statistics.fmean(run['lag_mean'] for run in of_lag):.1f}"]
+        for loss in losses:
+            scores = [run["score"] for run in of_lag if run["loss"] == loss]
+            found = f"{statistics.fmean(scores):.3f} ({min(scores):.3f} to {max(scores):.3f})" if scores else ""
+            cells.append(found)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lags", type=float, nargs="+", default=[0, 1, 2, 4, 8, 16])
+    parser.add_argument("--losses", choices=LOSSES, nargs="+", default=list(LOSSES))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--tokens", type=positive, default=250_000, help="that a run generates")
+    parser.add_argument("--at-once", type=positive, default=2, help="runs beside each other, one thread each")
+    parser.add_argument("--json", type=Path, help="everything measured, written after each run")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
