@@ -35,8 +35,8 @@ from headrace.user_code import load_function
 class Rows(TrainerCallback):
     """Writes one per step, and keeps the sums."""
 
-    def __init__(self, path: Path, tokens: int | None) -> None:
-        self._file, self._most = path.open("w"), tokens
+    def __init__(self, path: Path, tokens: int, seconds: int) -> None:
+        self._file, self._most = path.open("w"), (tokens, seconds)
         self.sampled, self.rewards = 0, [0.0]
         self._begun_s = 0.0
 
@@ -49,7 +49,7 @@ class Rows(TrainerCallback):
         row = {"step": state.global_step, "seconds": time.perf_counter() - self._begun_s, "tokens": self.sampled}
         row["reward"] = sum(self.rewards) / len(self.rewards)
         print(json.dumps(row), file=self._file, flush=True)
-        control.should_training_stop = self._most is not None and self.sampled >= self._most
+        control.should_training_stop = row["tokens"] >= self._most[0] or row["seconds"] >= self._most[1]
 
 
 def main() -> None:
@@ -65,7 +65,7 @@ def main() -> None:
         assert tokenizer(text)["input_ids"] == list(prompt.token_ids), "TRL would train on other tokens"
     score = load_function(config.reward.function or stream.default_reward, "reward.function", RewardError)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    rows = Rows(arguments.out / "rows.jsonl", arguments.tokens)
+    rows = Rows(arguments.out / "rows.jsonl", arguments.tokens, arguments.seconds)
 
     def reward(completions: list[str], completion_ids: list[list[int]], at: list[int], **_: Any) -> list[float]:
         rows.rewards = []
@@ -125,7 +125,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("recipe")
     parser.add_argument("settings", nargs="*", help="as for headrace train, such as run.seed=1")
     parser.add_argument("--steps", type=positive, default=20, help="at most")
-    parser.add_argument("--tokens", type=positive, help="end after the step that has sampled so many")
+    parser.add_argument("--tokens", type=positive, default=2**62, help="end after the step that has sampled so many")
+    parser.add_argument("--seconds", type=positive, default=2**62, help="end after the step that is over so late")
     parser.add_argument("--at-once", type=positive, default=32)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
