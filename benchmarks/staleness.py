@@ -5,12 +5,14 @@
 
 All runs begin with one model, the demo after its warm start, and go on until they have generated `--tokens`, at a
 constant learning rate. The score is that of 2,048 problems that none of them drew. So that tokens become as old as they
-may, as many sequences run at a time as the lag lets begin. A run is a process of its own with one thread.
+may, as many sequences run at a time as the lag lets begin. A run is a process of its own with one thread. One that
+falls so far that no answer is right any more counts as 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -25,6 +27,7 @@ from selection import AT_THE_END, COMMON, Meter
 
 from headrace.api import evaluate_run, train
 from headrace.config_file import DEMO, load_config
+from headrace.errors import StalledError
 from headrace.measured import Row
 
 LOSSES = {
@@ -54,11 +57,10 @@ def main() -> None:
         return _child(json.loads(arguments.child))
     with tempfile.TemporaryDirectory() as directory:
         train(load_config(DEMO, ["loop.steps=1", "learner.lr=1e-12", f"run.dir={directory}/warm", *COMMON]))
+        kinds = list(itertools.product(arguments.seeds, arguments.lags, arguments.losses))
         jobs = [
             {"loss": loss, "lag": lag, "seed": seed, "tokens": arguments.tokens, "in": directory, "at": number}
-            for number, (seed, lag, loss) in enumerate(
-                (seed, lag, loss) for seed in arguments.seeds for lag in arguments.lags for loss in arguments.losses
-            )
+            for number, (seed, lag, loss) in enumerate(kinds)
         ]
         results: dict[str, Any] = {"commit": commit(), "tokens": arguments.tokens, "runs": []}
         with ThreadPoolExecutor(arguments.at_once) as pool:
@@ -83,11 +85,15 @@ def _child(job: dict[str, Any]) -> None:
     settings = [f"loop.max_lag={job['lag']}", f"run.seed={job['seed']}", f"run.dir={run_dir}"]
     settings += [f"model.path={job['in']}/warm/model", "warmstart.steps=0", "loop.steps=1000", *LOSSES[job["loss"]]]
     settings.append(f"rollout.max_running={128 * (int(job['lag']) + 1)}")
-    train(load_config(DEMO, [*COMMON, *settings]), meter)
-    found: dict[str, Any] = {"steps": meter.steps, "generated": meter.generated}
+    stalled = False
+    try:
+        train(load_config(DEMO, [*COMMON, *settings]), meter)
+    except StalledError:  # all groups were dropped: the policy has fallen so far that no answer is right any more
+        stalled = True
+    found: dict[str, Any] = {"steps": meter.steps, "generated": meter.generated, "stalled": stalled}
     found["lag_max"] = max(row["lag_max"] for row in meter.rows)
     found |= {name: statistics.fmean(row[name] for row in meter.rows) for name in ("lag_mean", "effective_samples")}
-    found["score"] = evaluate_run(run_dir, AT_THE_END)
+    found["score"] = 0.0 if stalled else evaluate_run(run_dir, AT_THE_END)
     print(json.dumps({**found, "rows": meter.rows}))
 
 

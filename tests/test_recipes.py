@@ -1,13 +1,20 @@
+import json
+import re
+import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
+from typer.testing import CliRunner
 
-from headrace import sandbox
+from headrace import Done, sandbox
+from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import SandboxError
 from headrace.recipes import gsm8k
 from headrace.recipes.code_sandbox import score
-from headrace.types import Completion
+from headrace.recipes.python_tool import PythonTool
+from headrace.types import Completion, Prompt
 
 RECIPES = sorted((Path(__file__).parent.parent / "src" / "headrace" / "recipes").glob("*.toml"))
 
@@ -47,6 +54,22 @@ def test_code_is_rewarded_for_what_it_returns():
         assert sum(parts.values()) == pytest.approx(reward), text
 
 
+def test_a_tool_runs_programs_and_the_last_word_is_judged():
+    try:
+        sandbox.check_system()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    tool = PythonTool()
+    tool.start(Prompt(id="p", text="2 + 3?", token_ids=np.array([1]), fields={"answer": "<<2+3=5>>5\n#### 5"}))
+    assert tool.python("print(2 + 3)") == "5\n"
+    assert "ZeroDivisionError" in tool.python("1 / 0")
+    assert tool.python("while True: pass").startswith("timeout: ")
+    for answer, reward in {"#### 5": 1.0, "It is 6": 0.0, "I give up": 0.0}.items():
+        with pytest.raises(Done) as ended:
+            tool.reply(answer)
+        assert ended.value.reward == reward
+
+
 SOLUTIONS = {
     ("She has 3 + 4 = 7.\n#### 7", "... <<3+4=7>>7\n#### 7"): 1.0,
     ("So it costs $1,250.00.", "#### 1,250"): 1.0,
@@ -61,3 +84,30 @@ SOLUTIONS = {
 def test_the_last_number_is_the_answer(answer: str, solution: str):
     completion = Completion(prompt="", text=answer, fields={"answer": solution}, num_tokens=9, finish="eos")
     assert gsm8k.score(completion) == SOLUTIONS[answer, solution]
+
+
+# ---- recipes for models that fit no single GPU: planned and simulated
+
+PLANNED = [path for path in RECIPES if "headrace plan" in path.read_text(encoding="utf-8")]
+
+
+def commands_in(path: Path, name: str) -> list[list[str]]:
+    found = re.findall(rf"#     headrace ({name} .*)", path.read_text(encoding="utf-8"))
+    return [shlex.split(one.replace("recipes/", f"{path.parent}/")) for one in found]
+
+
+@pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
+def test_a_recipe_for_a_cluster_is_the_plan_that_it_names(path: Path):
+    ((*plan,), (*simulate,)) = (*commands_in(path, "plan"), *commands_in(path, "simulate"))
+    best = json.loads(CliRunner().invoke(app, [*plan, "--json"]).stdout)["plans"][0]
+    config = load_config(path)
+    not_asked = (
+        "rollout.max_new_tokens=" if config.episode.environment else "-"
+    )  # there it is a turn's, not an episode's
+    assert load_config(path, [one for one in best["settings"] if not one.startswith(not_asked)]) == config
+    (found,) = json.loads(CliRunner().invoke(app, [*simulate, "--steps", "12", "--json"]).stdout)["simulated"]
+    assert found["step_s"] == pytest.approx(best["step_s"], rel=0.4)
+
+
+def test_there_are_recipes_for_clusters():
+    assert {path.stem for path in PLANNED} >= {"rlvr_7b", "rlvr_32b", "reasoning_70b", "mixture_30b", "long_cot_7b"}

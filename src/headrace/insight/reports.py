@@ -188,7 +188,7 @@ def simulation_report(work: Workload, machine: Machine, layout: Layout, found: S
         facts.append(("failures", f"{count(num_failures, 'rollout worker')} died and came back"))
     rows = []
     for one in found:
-        idle = [1 - one.rollout_busy, 1 - one.learner_busy]
+        idle = [max(0.0, 1 - busy) for busy in (one.rollout_busy, one.learner_busy)]
         idle = [max(0.0, sum(idle) - 1)] if layout.turns else idle
         shares = (percent(share) for share in (*idle, 1 - one.reward_busy))
         speed = (seconds(one.step_s, 4), seconds(one.step_quantile_s(0.95), 4), f"{one.goodput:,.0f}")

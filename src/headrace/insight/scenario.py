@@ -54,11 +54,13 @@ class Calibration:
             reward_workers=max(1, config.reward.workers),
             reference_token_s=self.machine.reference_token_s if config.learner.kl_coef else 0.0,
         )
+        # rollout.max_new_tokens is a turn's in episodes
+        played = config.episode.environment or config.episode.agent
         workload = replace(
             self.workload,
             groups_per_step=config.loop.groups_per_step,
             samples=config.rollout.samples,
-            max_new_tokens=config.rollout.max_new_tokens,
+            max_new_tokens=config.episode.max_tokens if played else config.rollout.max_new_tokens,
             drop_overlong=config.buffer.drop_overlong,
             no_signal_share=self.workload.no_signal_share if config.buffer.drop_no_signal else 0.0,
         )
@@ -330,10 +332,7 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
 
 
 def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, device: Accelerator) -> Typed:
-    """What was typed, and the rest by the datasheet.
-
-    Without `mean_tokens`, answers are taken to be half as long as they may be.
-    """
+    """What was typed, and the rest by the datasheet; answers half as long as they may be."""
     roofline, size = Roofline(model, device), layout.gpus_per_worker
     prompt_tokens = typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
     mean_tokens = typed.mean_tokens or config.rollout.max_new_tokens / 2

@@ -30,7 +30,7 @@ class Intake:
         if section.teacher and not Path(section.teacher).exists():
             raise ModelError(f"learner.teacher = '{section.teacher}': no such directory or file")
         for setting in (name for name in ("advantage", "loss") if ":" in getattr(section, name)):
-            users_function(f"learner.{setting}", getattr(section, setting))  # raises what is wrong with it, and soon
+            users_function(f"learner.{setting}", getattr(section, setting))  # refuses it, and soon
         self._section = section
         # an advantage of reinforce++ or of a user's depends on the other groups of its step
         self._whole = section.in_whole_steps or section.advantage == "reinforce++" or ":" in section.advantage

@@ -163,8 +163,8 @@ def packed_logits(policy: Policy, ids: Tensor, last: int = 0) -> Tensor:
 
 def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> None:
     ours = logits.float().log_softmax(-1)
-    # in half precision unlikely tokens' log-probs are mostly noise: weigh by probability; and where a model has large
-    # biases (Qwen2), eager attention is far off on single tokens: take the median
+    # Half precision: log-probs of unlikely tokens are mostly noise, so weigh by probability; where
+    # biases are large (Qwen2), eager attention is far off on single tokens, so take the median.
     half = policy.dtype in (torch.bfloat16, torch.float16)
     gap = (expected.exp() * (expected - ours)).sum(-1).median() if half else (ours - expected).abs().max()
     if not torch.isfinite(expected).all():
