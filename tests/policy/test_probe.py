@@ -79,6 +79,26 @@ def test_wrong_positions_beyond_the_original_context_are_noticed(
         make_policy(architecture, rope_parameters=LLAMA3)
 
 
+@pytest.mark.parametrize("num_wrong", [1, 5])
+def test_in_half_precision_single_tokens_may_be_far_off(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, num_wrong: int
+):
+    stock = Policy.logits
+
+    def off(self: Policy, hidden: Tensor) -> Tensor:
+        logits = stock(self, hidden)
+        return torch.cat([logits[:-num_wrong], -logits[-num_wrong:]])
+
+    monkeypatch.setattr(Policy, "logits", off)
+    with pytest.raises(ModelError, match=r"differ by .* on a probe"):
+        make_policy("Qwen2")
+    if num_wrong == 1:
+        assert make_policy("Qwen2", dtype=torch.bfloat16).in_family
+    else:  # most of the second sequence
+        with pytest.raises(ModelError, match=r"differ by .* on a probe"):
+            make_policy("Qwen2", dtype=torch.bfloat16)
+
+
 def test_decoding_without_a_past_is_noticed(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch):
     assert not make_policy("Olmo2").in_family
     stock = probe._StepPlan.attend
