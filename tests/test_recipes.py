@@ -1,3 +1,4 @@
+import gzip
 import json
 import re
 import shlex
@@ -11,7 +12,7 @@ from headrace import Done, sandbox
 from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import SandboxError
-from headrace.recipes import gsm8k
+from headrace.recipes import gsm8k, mbpp
 from headrace.recipes.code_sandbox import score
 from headrace.recipes.python_tool import PythonTool
 from headrace.types import Completion, Prompt
@@ -68,6 +69,43 @@ def test_a_tool_runs_programs_and_the_last_word_is_judged():
         with pytest.raises(Done) as ended:
             tool.reply(answer)
         assert ended.value.reward == reward
+
+
+FUNCTIONS = {
+    "```python\ndef add(a, b):\n    return a + b\n```": 1.0,
+    "def add(a, b): return a - b": 0.0,
+    "import sys; sys.exit()": 0.0,
+    "import os; os._exit(0)": 0.0,
+    "def add(a, b):\n    print('[1, 2]'); return a + b": 1.0,
+    "def add(a, b):\n    while True: pass": 0.0,
+}
+
+
+def test_a_function_has_to_pass_its_tests():
+    try:
+        sandbox.check_system()
+    except SandboxError as error:
+        pytest.skip(str(error))
+    fields = {"before": "import math", "tests": "assert add(1, 2) == 3\nassert add(0, math.inf) == math.inf"}
+    for text, reward in FUNCTIONS.items():
+        completion = Completion(prompt="", text=text, fields=fields, num_tokens=9, finish="eos")
+        assert mbpp.score(completion) == reward, text
+
+
+def test_problems_are_read_with_what_a_function_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    doc = {"text": "Add.", "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"], "test_setup_code": ""}
+    head = "import math\n\ndef help(): ...\n\ndef area(r):\n"
+    human = {"entry_point": "area", "prompt": head, "test": "def check(f): assert f(0) == 0"}
+    for path, record in ((mbpp.MBPP, {"doc": doc}), (mbpp.HUMANEVAL, human)):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(gzip.compress(json.dumps(record).encode()))
+    (asked,) = mbpp.problems(5, 0)
+    assert doc["test_list"][0] in asked["prompt"]
+    assert doc["test_list"][1] not in asked["prompt"]
+    (held_out,) = mbpp.humaneval(5, 0)
+    assert held_out["before"] == "import math\n\ndef help(): ...\n\n"
+    assert held_out["tests"].endswith("check(area)")
 
 
 SOLUTIONS = {
