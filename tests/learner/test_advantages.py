@@ -3,10 +3,10 @@ import math
 import numpy as np
 import pytest
 
-from headrace.config import OWN
+from headrace.config import BUILT_IN
 from headrace.learner.objective import advantages
 
-KINDS = [kind for kind in OWN["learner.advantage"] if kind != "gae"]
+KINDS = [kind for kind in BUILT_IN["learner.advantage"] if kind != "gae"]
 
 
 def groups(*rewards: list[float]) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headrace.config import OWN
+from headrace.config import BUILT_IN
 from headrace.learner.objective import LOSSES, LossInput, LossTerms, log_ratio, sequence_mean
 
 LOW, HIGH = 0.2, 0.3
@@ -52,7 +52,7 @@ def run(
 
 
 def test_losses_are_those_of_the_settings() -> None:
-    assert tuple(LOSSES) == OWN["learner.loss"]
+    assert tuple(LOSSES) == BUILT_IN["learner.loss"]
 
 
 # ratio, advantage -> loss, clipped, gradient. Inside, loss = -rA and its gradient -rA; the clip range is [0.8, 1.3].
