@@ -64,7 +64,7 @@ def test_a_tool_runs_programs_and_the_last_word_is_judged():
     tool.start(Prompt(id="p", text="2 + 3?", token_ids=np.array([1]), fields={"answer": "<<2+3=5>>5\n#### 5"}))
     assert tool.python("print(2 + 3)") == "5\n"
     assert "ZeroDivisionError" in tool.python("1 / 0")
-    assert tool.python("while True: pass").startswith("timeout: ")
+    assert tool.python("import os; os.kill(os.getpid(), 11)").startswith("crash: ")
     for answer, reward in {"#### 5": 1.0, "It is 6": 0.0, "I give up": 0.0}.items():
         with pytest.raises(Done) as ended:
             tool.reply(answer)
@@ -77,7 +77,7 @@ FUNCTIONS = {
     "import sys; sys.exit()": 0.0,
     "import os; os._exit(0)": 0.0,
     "def add(a, b):\n    print('[1, 2]'); return a + b": 1.0,
-    "def add(a, b):\n    while True: pass": 0.0,
+    "def add(a, b):\n    import os; os.kill(os.getpid(), 11)": 0.0,
 }
 
 
@@ -143,7 +143,7 @@ def test_a_recipe_for_a_cluster_is_the_plan_that_it_names(path: Path):
         "rollout.max_new_tokens=" if config.episode.environment else "-"
     )  # there it is a turn's, not an episode's
     assert load_config(path, [one for one in best["settings"] if not one.startswith(not_asked)]) == config
-    (found,) = json.loads(CliRunner().invoke(app, [*simulate, "--steps", "12", "--json"]).stdout)["simulated"]
+    (found,) = json.loads(CliRunner().invoke(app, [*simulate, "--steps", "5", "--json"]).stdout)["simulated"]
     assert found["step_s"] == pytest.approx(best["step_s"], rel=0.4)
 
 

@@ -87,7 +87,8 @@ def test_the_settings_of_every_plan_are_accepted(size: str) -> None:
     num_plans = 0
     for number in (1, 8, 64, 512):
         for changes in ({"max_lag": 0}, {"max_lag": 4}, {"adapter": True}, {"lengths": LogNormal(1024, 1.0, 4096)}):
-            question = replace(SEVEN, model=model_shape(size), num_devices=number, **changes)  # type: ignore[arg-type]
+            step = {"num_prompts": 8, "num_samples": 4}  # small: it is the settings that are looked at
+            question = replace(SEVEN, model=model_shape(size), num_devices=number, **step, **changes)  # type: ignore[arg-type]
             try:
                 best = plan(question)[0]
             except ConfigError:  # it does not fit
