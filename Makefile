@@ -116,7 +116,7 @@ types:
 	$(BIN)/lint-imports --no-logo
 
 tests:
-	$(BIN)/pytest -n 3 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile
 
 format: setup  ## put the code into the agreed form
 	$(BIN)/ruff check --fix
