@@ -1,11 +1,11 @@
 """What exactness and replay buy: how far learner and engine differ, and what is learned. See benchmarks/README.md.
 
     python benchmarks/mismatch.py                            # dense and mixture, four ways, seeds 0 and 1; float32
-    python benchmarks/mismatch.py --dtype bfloat16           # where a CPU has bfloat16 instructions
+    python benchmarks/mismatch.py --max-lag 4
 
 Sampling is cut at top-p 0.9. The engine notes which tokens it sampled from and which experts it sent tokens to, and the
 learner uses both; `no masks` and `no routes` take that away from the learner. All runs of a model begin with its
-warm start, and go on until they have generated `--tokens`, strictly on-policy, at a constant learning rate. A run is a
+warm start, and go on until they have generated `--tokens`, at a constant learning rate. A run is a
 process of its own with one thread.
 """
 
@@ -34,9 +34,10 @@ from headrace.errors import StalledError
 from headrace.learner.ranks import Intake
 from headrace.measured import Row
 from headrace.policy.demo import character_tokenizer
+from headrace.policy.policy import Policy
 from headrace.types import Group, Trajectory
 
-WAYS = {"default": (), "exact": (), "no masks": ("support_ids", "support_offsets"), "no routes": ("routes",)}
+WAYS = ("default", "exact", "no masks", "no routes")
 NUMBERS = ("ratio_mean", "ratio_p01", "ratio_p99", "ratio_outside", "effective_samples", "mismatch_k3", "clipped_share")
 
 
@@ -58,24 +59,29 @@ def main() -> None:
         return _child(json.loads(arguments.child))
     with tempfile.TemporaryDirectory() as directory:
         write_mixture(Path(directory) / "mixture")
-        dtype = f"model.dtype={arguments.dtype}"
         for model, path in {"dense": "demo", "mixture": f"{directory}/mixture"}.items():
             begin = [
                 f"model.path={path}",
                 f"run.dir={directory}/warm-{model}",
                 "loop.steps=1",
                 "learner.lr=1e-12",
-                dtype,
             ]
             train(load_config(DEMO, [*COMMON, *begin]))
         jobs = [
-            {"model": model, "way": way, "seed": seed, "tokens": arguments.tokens, "dtype": dtype, "in": directory}
+            {
+                "model": model,
+                "way": way,
+                "seed": seed,
+                "tokens": arguments.tokens,
+                "lag": arguments.max_lag,
+                "in": directory,
+            }
             for seed, model, way in itertools.product(arguments.seeds, ("dense", "mixture"), WAYS)
             if model == "mixture" or way != "no routes"
         ]
         with ThreadPoolExecutor(arguments.at_once) as pool:
             runs = list(pool.map(_run, jobs))
-    print(json.dumps({"commit": commit(), "dtype": arguments.dtype, "tokens": arguments.tokens, "runs": runs}))
+    print(json.dumps({"commit": commit(), "max_lag": arguments.max_lag, "tokens": arguments.tokens, "runs": runs}))
     print(table(runs))
 
 
@@ -114,11 +120,11 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _child(job: dict[str, Any]) -> None:
-    forget(WAYS[job["way"]])
+    forget(job["way"])
     watch, run_dir = Watch(job["tokens"]), f"{job['in']}/{job['model']}-{job['way']}-{job['seed']}"
     settings = [f"model.path={job['in']}/warm-{job['model']}/model", f"run.dir={run_dir}", f"run.seed={job['seed']}"]
     settings += [
-        job["dtype"],
+        f"loop.max_lag={job['lag']}",
         "warmstart.steps=0",
         "loop.steps=1000",
         "rollout.top_p=0.9",
@@ -135,18 +141,23 @@ def _child(job: dict[str, Any]) -> None:
     print(json.dumps({"steps": watch.steps, "generated": watch.generated, "score": score, **found}))
 
 
-def forget(fields: tuple[str, ...]) -> None:
-    """From now on the learner does not get these of what the engine noted."""
-    stock = Intake.add
+def forget(what: str) -> None:
+    """From now on the learner does not get the masks, or the routes, that the engine noted."""
+    add, logprobs = Intake.add, Policy.logprobs
 
     def without(t: Trajectory) -> Trajectory:
-        return t if t.replay is None else replace(t, replay=replace(t.replay, **dict.fromkeys(fields)))
+        return t if t.replay is None else replace(t, replay=replace(t.replay, support_ids=None, support_offsets=None))
 
-    def add(self: Intake, group: Group, *rest: Any) -> Any:
-        return stock(self, replace(group, trajectories=tuple(map(without, group.trajectories))), *rest)
+    def add_without(self: Intake, group: Group, *rest: Any) -> Any:
+        return add(self, replace(group, trajectories=tuple(map(without, group.trajectories))), *rest)
 
-    if fields:
-        Intake.add = add  # type: ignore[method-assign]
+    def choose_again(self: Policy, *given: Any) -> Any:
+        return logprobs(self, *given[:-2], None, given[-1])
+
+    if what == "no masks":
+        Intake.add = add_without  # type: ignore[method-assign]
+    if what == "no routes":
+        Policy.logprobs = choose_again  # type: ignore[method-assign]
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -162,7 +173,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--max-lag", type=float, default=0)
     parser.add_argument("--tokens", type=positive, default=200_000, help="that a run generates")
     parser.add_argument("--at-once", type=positive, default=2, help="runs beside each other, one thread each")
     parser.add_argument("--child", help=argparse.SUPPRESS)

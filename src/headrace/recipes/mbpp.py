@@ -46,5 +46,7 @@ def score(completion: Completion) -> float:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is not there: python benchmarks/fetch.py {path.parent.name}")
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
