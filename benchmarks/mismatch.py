@@ -1,10 +1,10 @@
 """What exactness and replay buy: how far learner and engine differ, and what is learned. See benchmarks/README.md.
 
-    python benchmarks/mismatch.py                            # dense and mixture, four ways, seeds 0 and 1; float32
+    python benchmarks/mismatch.py                            # dense and mixture, three ways, seeds 0 to 2; float32
     python benchmarks/mismatch.py --max-lag 4
 
-Sampling is cut at top-p 0.9. The engine notes which tokens it sampled from and which experts it sent tokens to, and the
-learner uses both; `no masks` and `no routes` take that away from the learner. All runs of a model begin with its
+Sampling is cut at top-p 0.9. The engine notes which tokens it sampled from, and the learner takes log-probs over the
+same; with `no masks` it does not get them. Experts are replayed in every run. All runs of a model begin with its
 warm start, and go on until they have generated `--tokens`, at a constant learning rate. A run is a
 process of its own with one thread.
 """
@@ -34,10 +34,9 @@ from headrace.errors import StalledError
 from headrace.learner.ranks import Intake
 from headrace.measured import Row
 from headrace.policy.demo import character_tokenizer
-from headrace.policy.policy import Policy
 from headrace.types import Group, Trajectory
 
-WAYS = ("default", "exact", "no masks", "no routes")
+WAYS = ("default", "exact", "no masks")
 NUMBERS = ("ratio_mean", "ratio_p01", "ratio_p99", "ratio_outside", "effective_samples", "mismatch_k3", "clipped_share")
 
 
@@ -77,7 +76,6 @@ def main() -> None:
                 "in": directory,
             }
             for seed, model, way in itertools.product(arguments.seeds, ("dense", "mixture"), WAYS)
-            if model == "mixture" or way != "no routes"
         ]
         with ThreadPoolExecutor(arguments.at_once) as pool:
             runs = list(pool.map(_run, jobs))
@@ -120,7 +118,8 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _child(job: dict[str, Any]) -> None:
-    forget(job["way"])
+    if job["way"] == "no masks":
+        forget_masks()
     watch, run_dir = Watch(job["tokens"]), f"{job['in']}/{job['model']}-{job['way']}-{job['seed']}"
     settings = [f"model.path={job['in']}/warm-{job['model']}/model", f"run.dir={run_dir}", f"run.seed={job['seed']}"]
     settings += [
@@ -141,9 +140,9 @@ def _child(job: dict[str, Any]) -> None:
     print(json.dumps({"steps": watch.steps, "generated": watch.generated, "score": score, **found}))
 
 
-def forget(what: str) -> None:
-    """From now on the learner does not get the masks, or the routes, that the engine noted."""
-    add, logprobs = Intake.add, Policy.logprobs
+def forget_masks() -> None:
+    """From now on the learner does not get the masks that the engine noted."""
+    add = Intake.add
 
     def without(t: Trajectory) -> Trajectory:
         return t if t.replay is None else replace(t, replay=replace(t.replay, support_ids=None, support_offsets=None))
@@ -151,13 +150,7 @@ def forget(what: str) -> None:
     def add_without(self: Intake, group: Group, *rest: Any) -> Any:
         return add(self, replace(group, trajectories=tuple(map(without, group.trajectories))), *rest)
 
-    def choose_again(self: Policy, *given: Any) -> Any:
-        return logprobs(self, *given[:-2], None, given[-1])
-
-    if what == "no masks":
-        Intake.add = add_without  # type: ignore[method-assign]
-    if what == "no routes":
-        Policy.logprobs = choose_again  # type: ignore[method-assign]
+    Intake.add = add_without  # type: ignore[method-assign]
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -172,7 +165,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-lag", type=float, default=0)
     parser.add_argument("--tokens", type=positive, default=200_000, help="that a run generates")
     parser.add_argument("--at-once", type=positive, default=2, help="runs beside each other, one thread each")
