@@ -125,13 +125,11 @@ def convert(gguf: Path, to: Path) -> None:
     so the head becomes the embedding.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    given = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**given)
-    model = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.bfloat16)
-    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
-        quantizer.remove_quantization_config(model)
+    from headrace.policy.gguf_file import gguf_model, gguf_tokenizer
+
+    tokenizer = gguf_tokenizer(gguf)
+    model, _ = gguf_model(gguf, dtype=torch.bfloat16, output_loading_info=True)
     model.model.embed_tokens.weight.data = model.lm_head.weight.data
     model.config.tie_word_embeddings = True
     model.tie_weights()

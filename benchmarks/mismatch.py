@@ -15,8 +15,6 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,32 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from script import commit, positive
-from selection import AT_THE_END, COMMON, Meter
+from script import commit, positive, result_of
+from selection import COMMON, Meter, score_in_the_end
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from headrace.api import evaluate_run, train
+from headrace.api import train
 from headrace.config_file import DEMO, load_config
-from headrace.errors import StalledError
 from headrace.learner.ranks import Intake
-from headrace.measured import Row
 from headrace.policy.demo import character_tokenizer
 from headrace.types import Group, Trajectory
 
 WAYS = ("default", "exact", "no masks")
 NUMBERS = ("ratio_mean", "ratio_p01", "ratio_p99", "ratio_outside", "effective_samples", "mismatch_k3", "clipped_share")
-
-
-class Watch(Meter):
-    """Also what the steps say of the ratio."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__(tokens)
-        self.rows: list[Row] = []
-
-    def row(self, row: Row) -> None:
-        super().row(row)
-        self.rows.append(row)
 
 
 def main() -> None:
@@ -59,22 +43,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_mixture(Path(directory) / "mixture")
         for model, path in {"dense": "demo", "mixture": f"{directory}/mixture"}.items():
-            begin = [
-                f"model.path={path}",
-                f"run.dir={directory}/warm-{model}",
-                "loop.steps=1",
-                "learner.lr=1e-12",
-            ]
+            begin = [f"model.path={path}", f"run.dir={directory}/warm-{model}", "loop.steps=1", "learner.lr=1e-12"]
             train(load_config(DEMO, [*COMMON, *begin]))
+        every = {"tokens": arguments.tokens, "lag": arguments.max_lag, "in": directory}
         jobs = [
-            {
-                "model": model,
-                "way": way,
-                "seed": seed,
-                "tokens": arguments.tokens,
-                "lag": arguments.max_lag,
-                "in": directory,
-            }
+            {"model": model, "way": way, "seed": seed, **every}
             for seed, model, way in itertools.product(arguments.seeds, ("dense", "mixture"), WAYS)
         ]
         with ThreadPoolExecutor(arguments.at_once) as pool:
@@ -110,9 +83,7 @@ def write_mixture(directory: Path) -> None:
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", json.dumps(job)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    run = {**{name: job[name] for name in ("model", "way", "seed")}, **json.loads(done.stdout.splitlines()[-1])}
+    run = {**{name: job[name] for name in ("model", "way", "seed")}, **result_of(__file__, job)}
     print(run, flush=True)
     return run
 
@@ -120,24 +91,13 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 def _child(job: dict[str, Any]) -> None:
     if job["way"] == "no masks":
         forget_masks()
-    watch, run_dir = Watch(job["tokens"]), f"{job['in']}/{job['model']}-{job['way']}-{job['seed']}"
-    settings = [f"model.path={job['in']}/warm-{job['model']}/model", f"run.dir={run_dir}", f"run.seed={job['seed']}"]
-    settings += [
-        f"loop.max_lag={job['lag']}",
-        "warmstart.steps=0",
-        "loop.steps=1000",
-        "rollout.top_p=0.9",
-        "buffer.drop_no_signal=true",
-    ]
+    meter = Meter(job["tokens"])
+    settings = [f"model.path={job['in']}/warm-{job['model']}/model", f"run.seed={job['seed']}", "rollout.top_p=0.9"]
+    settings += [f"loop.max_lag={job['lag']}", "warmstart.steps=0", "loop.steps=1000"]
     settings.append(f"model.exact={'true' if job['way'] == 'exact' else 'false'}")
-    stalled = False
-    try:
-        train(load_config(DEMO, [*COMMON, *settings]), watch)
-    except StalledError:
-        stalled = True
-    found: dict[str, Any] = {name: statistics.fmean(getattr(row, name) for row in watch.rows) for name in NUMBERS}
-    score = 0.0 if stalled else evaluate_run(run_dir, AT_THE_END)
-    print(json.dumps({"steps": watch.steps, "generated": watch.generated, "score": score, **found}))
+    score = score_in_the_end(settings, meter, f"{job['in']}/{job['model']}-{job['way']}-{job['seed']}")
+    means = {name: statistics.fmean(getattr(row, name) for row in meter.rows) for name in NUMBERS}
+    print(json.dumps({"steps": meter.steps, "generated": meter.generated, "score": score or 0.0, **means}))
 
 
 def forget_masks() -> None:

@@ -15,16 +15,15 @@ import argparse
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from script import commit, positive
+from script import commit, positive, result_of
 
 from headrace.api import Watcher, evaluate_run, train
 from headrace.config_file import DEMO, load_config
+from headrace.errors import StalledError
 from headrace.measured import Row
 from headrace.prompts.arithmetic import REWARD, ArithmeticSource
 
@@ -67,9 +66,7 @@ def mixed(path: Path) -> list[str]:
 def _run(tokens: int, select: str, seed: int, settings: list[str], directory: str) -> dict[str, Any]:
     settings = [*settings, f"run.dir={directory}", f"prompts.select={select}", f"run.seed={seed}"]
     job = {"tokens": tokens, "settings": settings, "directory": directory}
-    command = [sys.executable, __file__, "--child", json.dumps(job)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    run = {"select": select, "seed": seed, **json.loads(done.stdout.splitlines()[-1])}
+    run = {"select": select, "seed": seed, **result_of(__file__, job)}
     print(
         f"{select:8} seed {seed}: {run['no_signal'] / run['generated']:.1%} dropped as no_signal, held-out scores:",
         f"{run['score']:.3f} at the end,",
@@ -85,8 +82,10 @@ class Meter(Watcher):
     def __init__(self, tokens: int) -> None:
         self.tokens, self.generated, self.no_signal, self.steps = tokens, 0, 0, 0
         self.scores: list[tuple[int, float]] = []
+        self.rows: list[Row] = []
 
     def row(self, row: Row) -> None:
+        self.rows.append(row)
         if self.generated >= self.tokens:
             return
         self.generated, self.steps = self.generated + row.generated_tokens, row.step
@@ -95,6 +94,15 @@ class Meter(Watcher):
             self.scores.append((self.generated, row.score))
         if self.generated >= self.tokens:
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def score_in_the_end(settings: list[str], meter: Meter, run_dir: str) -> float | None:
+    """Trains the demo with these settings; None if no answer was right any more: there was nothing to train on."""
+    try:
+        train(load_config(DEMO, [*COMMON, *settings, f"run.dir={run_dir}"]), meter)
+    except StalledError:
+        return None
+    return evaluate_run(run_dir, AT_THE_END)
 
 
 def _child(job: dict[str, Any]) -> None:

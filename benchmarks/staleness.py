@@ -15,40 +15,24 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from script import commit, positive
-from selection import AT_THE_END, COMMON, Meter
+from script import commit, positive, result_of
+from selection import COMMON, Meter, score_in_the_end
 
-from headrace.api import evaluate_run, train
+from headrace.api import train
 from headrace.config_file import DEMO, load_config
-from headrace.errors import StalledError
-from headrace.measured import Row
 
+NUMBERS = ("generated_tokens", "lag_mean", "lag_max", "effective_samples", "clipped_share", "reward_mean")
 LOSSES = {
     "ppo": ["learner.loss=ppo"],
     "decoupled": ["learner.loss=decoupled-ppo", "learner.minibatches=2", "learner.lr=6e-4"],  # two updates a step
     "truncated": ["learner.loss=reinforce", "learner.correction=truncated"],
     "masked": ["learner.loss=reinforce", "learner.correction=masked"],
 }
-
-
-class LagMeter(Meter):
-    """Also what the steps say of their tokens' age."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__(tokens)
-        self.rows: list[dict[str, float]] = []
-
-    def row(self, row: Row) -> None:
-        super().row(row)
-        names = ("generated_tokens", "lag_mean", "lag_max", "effective_samples", "clipped_share", "reward_mean")
-        self.rows.append({name: getattr(row, name) for name in names})
 
 
 def main() -> None:
@@ -72,29 +56,25 @@ def main() -> None:
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--child", json.dumps(job)], check=True, stdout=subprocess.PIPE, text=True
-    )
-    run = {**{name: job[name] for name in ("loss", "lag", "seed")}, **json.loads(done.stdout.splitlines()[-1])}
+    run = {**{name: job[name] for name in ("loss", "lag", "seed")}, **result_of(__file__, job)}
     print({name: value for name, value in run.items() if name != "rows"}, flush=True)
     return run
 
 
 def _child(job: dict[str, Any]) -> None:
-    meter, run_dir = LagMeter(job["tokens"]), f"{job['in']}/run-{job['at']}"
-    settings = [f"loop.max_lag={job['lag']}", f"run.seed={job['seed']}", f"run.dir={run_dir}"]
+    meter = Meter(job["tokens"])
+    settings = [
+        f"loop.max_lag={job['lag']}",
+        f"rollout.max_running={128 * (int(job['lag']) + 1)}",
+        f"run.seed={job['seed']}",
+    ]
     settings += [f"model.path={job['in']}/warm/model", "warmstart.steps=0", "loop.steps=1000", *LOSSES[job["loss"]]]
-    settings.append(f"rollout.max_running={128 * (int(job['lag']) + 1)}")
-    stalled = False
-    try:
-        train(load_config(DEMO, [*COMMON, *settings]), meter)
-    except StalledError:  # all groups were dropped: the policy has fallen so far that no answer is right any more
-        stalled = True
-    found: dict[str, Any] = {"steps": meter.steps, "generated": meter.generated, "stalled": stalled}
-    found["lag_max"] = max(row["lag_max"] for row in meter.rows)
-    found |= {name: statistics.fmean(row[name] for row in meter.rows) for name in ("lag_mean", "effective_samples")}
-    found["score"] = 0.0 if stalled else evaluate_run(run_dir, AT_THE_END)
-    print(json.dumps({**found, "rows": meter.rows}))
+    score = score_in_the_end(settings, meter, f"{job['in']}/run-{job['at']}")
+    rows = [{name: getattr(row, name) for name in NUMBERS} for row in meter.rows]
+    found: dict[str, Any] = {"steps": meter.steps, "generated": meter.generated, "stalled": score is None}
+    found["lag_max"] = max(row["lag_max"] for row in rows)
+    found |= {name: statistics.fmean(row[name] for row in rows) for name in ("lag_mean", "effective_samples")}
+    print(json.dumps({**found, "score": score or 0.0, "rows": rows}))
 
 
 def table(runs: list[dict[str, Any]]) -> str:

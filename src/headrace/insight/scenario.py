@@ -335,7 +335,8 @@ def worked_out(typed: Typed, config: Config, layout: Layout, model: ModelShape, 
     """What was typed, and the rest by the datasheet; answers half as long as they may be."""
     roofline, size = Roofline(model, device), layout.gpus_per_worker
     prompt_tokens = typed.prompt_tokens or DEFAULT_PROMPT_TOKENS
-    mean_tokens = typed.mean_tokens or config.rollout.max_new_tokens / 2
+    most = BLANK.of(config).workload.max_new_tokens or config.rollout.max_new_tokens
+    mean_tokens = typed.mean_tokens or most / 2
     known = speeds(roofline, config.rollout.max_running, prompt_tokens, mean_tokens, size)
     if typed.rollout_tokens_s:  # contexts and all, so the datasheet's other times do not fit
         known = replace(known, decode_s=0.0, context_s=0.0)

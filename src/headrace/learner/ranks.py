@@ -29,8 +29,9 @@ class Intake:
     def __init__(self, section: LearnerSection, num_ranks: int = 1) -> None:
         if section.teacher and not Path(section.teacher).exists():
             raise ModelError(f"learner.teacher = '{section.teacher}': no such directory or file")
-        for setting in (name for name in ("advantage", "loss") if ":" in getattr(section, name)):
-            users_function(f"learner.{setting}", getattr(section, setting))  # refuses it, and soon
+        for setting, spec in (("learner.advantage", section.advantage), ("learner.loss", section.loss)):
+            if ":" in spec:
+                users_function(setting, spec)  # raises what is wrong with it, before anything is sampled
         self._section = section
         # an advantage of reinforce++ or of a user's depends on the other groups of its step
         self._whole = section.in_whole_steps or section.advantage == "reinforce++" or ":" in section.advantage

@@ -89,9 +89,7 @@ def undo_start(run_dir: Path, keep: str = "") -> None:
         if is_complete(run_dir):
             shutil.rmtree(aside, ignore_errors=True)
             return
-        for name in PARTS:
-            if name == keep:
-                continue
+        for name in (part for part in PARTS if part != keep):
             if (run_dir / name).is_dir():
                 shutil.rmtree(run_dir / name, ignore_errors=True)
             else:
