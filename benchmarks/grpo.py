@@ -6,7 +6,8 @@
 
 `equal`: every answer has 512 tokens. `tail`: the model ends its answers by itself, at log-normal lengths with mean 512
 and cv 1, cut at 4,096. Both contenders load the same weights and sample their own lengths. Headrace runs its own
-loop with `loop.max_lag = 0`, on-policy as TRL is: generation, reward, gradient, optimizer step, books.
+loop with `loop.max_lag = 0`, on-policy as TRL is: generation, reward, gradient, optimizer step, books. With `--max-lag`
+answers of the next steps are generated in between.
 """
 
 from __future__ import annotations
@@ -137,15 +138,15 @@ def run_headrace(job: Job, models: Path, arguments: argparse.Namespace) -> dict[
         config = settings(job, model, prompts, steps, arguments)
         seconds, rows = asyncio.run(timed_loop(config, run_dir))
     for row in rows:
-        assert row.generated_tokens == row.trained_tokens, row
+        assert row.generated_tokens == row.trained_tokens or arguments.max_lag, row
         assert row.num_trajectories == job.prompts * job.samples, row
-        assert row.lag_max == 0, row
+        assert row.lag_max <= arguments.max_lag, row
     return {
         "sequences": job.prompts * job.samples,
         "first_step_s": seconds[0],
         "step_s": spread(seconds[1:]),
-        "tokens_per_s": spread([row.generated_tokens / s for row, s in zip(rows[1:], seconds[1:], strict=True)]),
-        "tokens": [row.generated_tokens for row in rows],
+        "tokens_per_s": spread([row.trained_tokens / s for row, s in zip(rows[1:], seconds[1:], strict=True)]),
+        "tokens": [row.trained_tokens for row in rows],
         "longest": [row.length_max for row in rows],
         "stage_s": [asdict(row.stage_s) for row in rows],
         "mismatch_mean": [row.mismatch_mean for row in rows],
@@ -168,7 +169,7 @@ def settings(job: Job, model: Path, prompts: Path, steps: int, arguments: argpar
             "reward": {"function": f"{REWARD}:score", "cache": False},
             "buffer": {"drop_no_signal": False},
             "learner": {"lr": LR, "micro_batch_tokens": arguments.micro_batch_tokens},
-            "loop": {"steps": steps, "groups_per_step": job.prompts, "max_lag": 0},
+            "loop": {"steps": steps, "groups_per_step": job.prompts, "max_lag": arguments.max_lag},
         }
     )
 
@@ -253,6 +254,7 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser = options(__doc__)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="learner.micro_batch_tokens")
     parser.add_argument("--trl-steps", type=int, default=1, help="counted steps of TRL")
+    parser.add_argument("--max-lag", type=float, default=0, help="loop.max_lag")
     parser.set_defaults(repeats=2)
     arguments = read(parser, given)
     with tempfile.TemporaryDirectory() as models:
