@@ -24,7 +24,7 @@ from headrace.ledger.files import save_settings
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.runs.facts import RunState, read_run, read_runs
-from headrace.runs.show import DROP_WORDS, TokenTexts, newest_ids, read_trajectory, token_texts
+from headrace.runs.show import DROP_WORDS, TokenTexts, TrajectoryDetails, newest_ids, token_texts
 from headrace.types import Attempt, DropReason, Span
 
 
@@ -143,7 +143,7 @@ def test_show_has_settings_accounts_restarts_and_rows(runs: Path):
 
 def test_a_trained_trajectory_is_shown_token_by_token(runs: Path):
     id = one_id(runs / "finished", "state = 'trained' AND num_tokens > 3")
-    found = read_trajectory(runs / "finished", id)
+    found = TrajectoryDetails(runs / "finished", id)
     assert found.whole is not None
     shown = headrace("show", runs / "finished", "--trajectory", id, width=45).output  # one token to a line
     assert f"trained on in step {found.step} with lag {found.lag}" in " ".join(shown.split())
@@ -162,7 +162,7 @@ def test_a_trajectory_that_never_reached_the_buffer_can_be_read(runs: Path):
     shown = " ".join(headrace("show", runs / "finished", "--trajectory", id).output.split())
     assert "dropped as no_signal" in shown
     assert DROP_WORDS[DropReason.NO_SIGNAL] in shown
-    found = read_trajectory(runs / "finished", id)
+    found = TrajectoryDetails(runs / "finished", id)
     assert found.whole is not None
     assert f"prompt {found.whole.prompt_id.removeprefix('p')}+" in shown
     assert "answer" in shown
@@ -173,7 +173,7 @@ def test_show_has_a_sample_of_what_was_trained_and_of_what_was_dropped(runs: Pat
     shown = headrace("show", run).output
     samples = shown.partition("samples  ")[2]
     for account in ("trained", "dropped:no_signal"):
-        found = read_trajectory(run, newest_ids(run)[account])
+        found = TrajectoryDetails(run, newest_ids(run)[account])
         assert found.whole is not None
         number = int(found.whole.prompt_id.removeprefix("p"))
         assert f"{found.id}: reward {found.whole.reward:.3f}" in samples
@@ -202,7 +202,7 @@ def test_without_a_tokenizer_the_ids_are_shown(runs: Path, tmp_path: Path):
     id = one_id(tmp_path / "run", "state = 'trained'")
     shown = headrace("show", tmp_path / "run", "--trajectory", id).output
     assert "the run's tokenizer cannot be read" in shown
-    found = read_trajectory(tmp_path / "run", id)
+    found = TrajectoryDetails(tmp_path / "run", id)
     assert found.whole is not None
     assert all(lines_of(shown, str(token_id)) for token_id in found.whole.token_ids[found.whole.sampled])
 

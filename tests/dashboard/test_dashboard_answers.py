@@ -46,7 +46,7 @@ def test_pages_are_filtered(real_run: Path):
 
 def longest_answer(run: Path) -> tuple[TrajectoryDetails, TokenTexts, Trajectory]:
     id = select(run, "SELECT id FROM trajectories WHERE state = 'trained' ORDER BY num_tokens DESC")[0][0]
-    read = Answer(run, id)
+    read = Answer(run, id, Wanted())
     found, texts = read.found, read.texts
     assert texts is not None
     assert found.whole is not None
@@ -76,7 +76,7 @@ def test_a_long_answer_is_shown_in_pieces(real_run: Path):
 
 def test_an_answer_that_was_dropped_says_why(real_run: Path):
     id = select(real_run, "SELECT id FROM trajectories WHERE drop_reason = 'no_signal'")[0][0]
-    found = Answer(real_run, id).found
+    found = Answer(real_run, id, Wanted()).found
     assert "all answers of its group got the same reward" in trajectory_facts(found)["fate"]
     assert found.whole is not None
     assert "this old" in why_no_tokens(found)
@@ -90,7 +90,7 @@ def test_the_list_has_what_each_answer_says(real_run: Path):
     assert trained
     assert dropped
     for id, *_, text in (*trained, *dropped):
-        whole = Answer(real_run, id).found.whole
+        whole = Answer(real_run, id, Wanted()).found.whole
         assert whole is not None
         assert text == " ".join(whole.text.split())
 

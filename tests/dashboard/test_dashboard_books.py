@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,7 +75,8 @@ def test_lag_shares_are_those_of_the_trained_trajectories(real_run: Path, monkey
     shares.update(real_run, LAGS)
     assert shares.sums == expected
     monkeypatch.setattr(charts, "MOST_LAG_BARS", 3)
-    drawn = charts.lag_bars(shares, 6)
+    drawn, says = charts.lag_bars(shares, 6, 2.0)
+    assert says == "loop.max_lag = 2.0: older tokens are dropped as stale."
     assert drawn["xAxis"]["data"] == ["1-2", "3-4", "5-6"]
     fresh = [sum(n for (step, lag), n in expected.items() if lag == 0 and step in two) for two in ((1, 2), (3, 4))]
     total = [sum(n for (step, _), n in expected.items() if step in two) for two in ((1, 2), (3, 4))]
@@ -103,7 +105,8 @@ def test_lag_shares_read_in_pieces_are_those_read_at_once(tmp_path: Path):
 
 def test_rewards_of_few_values_have_a_bar_each(real_run: Path):
     found = Rewards(real_run)
-    drawn = charts.reward_bars(found.first, found.newest)
+    drawn, says = charts.reward_bars(found)
+    assert says.startswith("Mean of each reward part, first → newest: score ")
     rewards = [reward for (reward,) in select(real_run, "SELECT reward FROM trajectories ORDER BY rowid")]
     half = (len(rewards) + 1) // 2
     assert drawn["xAxis"]["data"] == ["0", "1"]
@@ -116,7 +119,8 @@ def test_rewards_of_few_values_have_a_bar_each(real_run: Path):
 
 
 def test_rewards_of_many_values_are_put_into_bins_that_hold_them_all():
-    drawn = charts.reward_bars(np.arange(100) / 100, np.array([0.5, 2.0]))
+    found = SimpleNamespace(first=np.arange(100) / 100, newest=np.array([0.5, 2.0]), parts={})
+    drawn, _ = charts.reward_bars(found)
     first, newest = (bars["data"] for bars in drawn["series"])
     assert len(drawn["xAxis"]["data"]) == charts.MOST_REWARD_BARS
     assert sum(first) == pytest.approx(100.0)

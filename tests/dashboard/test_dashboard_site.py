@@ -19,12 +19,11 @@ from tiny_runs import rows_of, select
 from headrace.dashboard import site as site_module
 from headrace.dashboard.books import LAGS, PARTS, Page, Rewards, Series, Timeline, Wanted, read_accounts
 from headrace.dashboard.charts import CARDS, Look, lag_bars, sankey, timeline
-from headrace.dashboard.site import FIELDS, NOT_YET, LiveRun, Site, address, is_local, question
+from headrace.dashboard.site import FIELDS, NOT_YET, LiveRun, Overview, Site, address, is_local, question
 from headrace.errors import ConfigError, RunError
 from headrace.insight.planner import plan
 from headrace.insight.triage import Triage, triage
 from headrace.runs.report import duration
-from headrace.runs.show import accounts
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "../secret", "real/../../secret", "/etc", "a/b", "real\0", "nothing"])
@@ -36,14 +35,13 @@ def test_a_name_cannot_lead_out_of_the_directory(real_run: Path, name: str):
 
 def test_a_single_run_is_a_site_of_its_own(real_run: Path):
     site = Site(real_run)
-    assert site.is_one_run
     assert site.run("real").path == real_run
     with pytest.raises(RunError, match="There is no run"):
         site.run("other")
 
 
 def test_overview_is_what_the_rows_say(real_run: Path):
-    seen, rows = Site(real_run, 3600.0).run("real").overview(), rows_of(real_run)
+    seen, rows = Overview(Site(real_run, 3600.0).run("real")), rows_of(real_run)
     trained, wall_s = sum(row.trained_tokens for row in rows), sum(row.wall_s for row in rows)
     assert seen.series.goodput() == pytest.approx(trained / wall_s)
     assert seen.series.now("reward_mean") == pytest.approx(sum(row.reward_mean for row in rows) / len(rows))
@@ -54,7 +52,7 @@ def test_overview_is_what_the_rows_say(real_run: Path):
 
 
 def test_overview_names_the_wall_and_what_the_run_cost(real_run: Path):
-    seen = Site(real_run, 3600.0).run("real").overview()
+    seen = Overview(Site(real_run, 3600.0).run("real"))
     verdict = triage(real_run)
     told = {name: (value, says) for name, value, says in seen.numbers(verdict)}
     assert told["Bottleneck"][0] == verdict.bottleneck
@@ -109,13 +107,13 @@ def test_stage_chart_leaves_out_what_was_never_busy(real_run: Path):
 def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name: str):
     live = Site(site_dir, 2.0).run(name)
     reads = [
-        lambda: live.overview(),
+        lambda: Overview(live),
         lambda: live.triage(),
         lambda: live.series(),
-        lambda: lag_bars(live.tally(LAGS), 1),
+        lambda: lag_bars(live.tally(LAGS), 1, None),
         lambda: live.tally(PARTS),
         lambda: live.history(),
-        lambda: sankey(accounts(read_accounts(live.path))),
+        lambda: sankey(read_accounts(live.path)),
         lambda: timeline(Timeline(live.path, 3)),
         lambda: Rewards(live.path),
         lambda: Page(live.path, Wanted()),
@@ -134,7 +132,7 @@ def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name
 
 
 def test_a_damaged_row_is_named_in_the_overview(site_dir: Path):
-    assert Site(site_dir).run("bad-row").overview().series.num_damaged == 1
+    assert Overview(Site(site_dir).run("bad-row")).series.num_damaged == 1
 
 
 def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run: Path):
@@ -142,7 +140,7 @@ def test_a_long_run_is_read_quickly_and_hardly_at_all_the_second_time(large_run:
 
     def look() -> float:
         begin = time.perf_counter()
-        assert live.overview().facts.steps == 10_000
+        assert Overview(live).facts.steps == 10_000
         live.tally(LAGS)
         Timeline(live.path, 10)
         Rewards(live.path)

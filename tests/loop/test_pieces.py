@@ -20,7 +20,7 @@ from headrace.ledger.recovery import Recovery
 from headrace.loop.resume import resume
 from headrace.measured import Row
 from headrace.runs.audit import audit
-from headrace.runs.show import read_trajectory
+from headrace.runs.show import TrajectoryDetails
 from headrace.types import Prompt
 
 STEPS = 3
@@ -99,6 +99,6 @@ def test_trained_booked_killed_resumed_and_shown(workshop: Workshop, drawn: list
         ids, sampled = zip(*[(i, by) for part, by in answer(prompt, t.index) for i in part], strict=True)
         assert t.token_ids[-len(ids) :].tolist() == list(ids)
         assert t.sampled[-len(ids) :].tolist() == list(sampled)
-        shown = read_trajectory(broken, t.id)
+        shown = TrajectoryDetails(broken, t.id)
         assert shown.whole is not None
         assert shown.whole.num_sampled_tokens == sum(sampled)

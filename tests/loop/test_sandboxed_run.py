@@ -21,7 +21,7 @@ from headrace.reward.function import Setup
 from headrace.reward.pool import isolated
 from headrace.reward.scorer import Scorer
 from headrace.runs.audit import audit, books
-from headrace.runs.show import read_trajectory
+from headrace.runs.show import TrajectoryDetails
 from headrace.user_code import load_function
 
 pytestmark = needs_sandbox
@@ -91,12 +91,12 @@ async def test_a_run_goes_on_while_its_reward_attacks_it(workshop: Workshop, mon
     assert min(rewards) >= 0.0, "an attack came through"
     failed = select(run_dir, "SELECT id FROM trajectories WHERE drop_reason = 'reward_error'")
     assert failed, "broken replies and ended processes are failures"
-    said = [whole.verdict_failure for (id,) in failed if (whole := read_trajectory(run_dir, id).whole)]
+    said = [whole.verdict_failure for (id,) in failed if (whole := TrajectoryDetails(run_dir, id).whole)]
     assert all("the worker process" in text for text in said), said
     assert any("exit code 9" in text for text in said)
     assert any("no verdict" in text for text in said)
     (id,) = select(run_dir, "SELECT id FROM trajectories WHERE state = 'trained'")[0]
-    whole = read_trajectory(run_dir, id).whole
+    whole = TrajectoryDetails(run_dir, id).whole
     assert whole is not None
     assert whole.verdict_output == f"judged {len(whole.text)}\n"
     assert whole.verdict_s > 0.0

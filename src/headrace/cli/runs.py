@@ -136,7 +136,7 @@ def _show_books(paper: Paper, run_dir: Path, facts: RunFacts, newest: Mapping[st
 
 
 def _show_sample(paper: Paper, run_dir: Path, account: str, id: str) -> None:
-    found = shown.read_trajectory(run_dir, id)
+    found = shown.TrajectoryDetails(run_dir, id)
     if found.whole is None:
         return
     with Ledger.open(run_dir) as ledger:
@@ -173,7 +173,7 @@ def _accounts(books: Books, newest: Mapping[str, str] | None = None) -> Table:
 
 
 def _show_trajectory(paper: Paper, run_dir: Path, id: str) -> None:
-    found, texts = shown.read_trajectory(run_dir, id), shown.token_texts(run_dir)
+    found, texts = shown.TrajectoryDetails(run_dir, id), shown.token_texts(run_dir)
     paper.line(f"trajectory {found.id}", style="bold")
     paper.facts(shown.trajectory_facts(found).items())
     if found.whole is None:

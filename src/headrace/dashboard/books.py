@@ -24,7 +24,8 @@ from headrace.runs import show
 from headrace.runs.columns import Ints, Numbers, RowColumns, mean, one, query, read_spans, reading, union
 from headrace.runs.facts import UnknownNameError
 from headrace.runs.report import count, or_dash
-from headrace.runs.show import TokenTexts, TrajectoryDetails
+from headrace.runs.show import TokenTexts
+from headrace.types import Trajectory
 
 Points = list[tuple[float, float | None]]
 MOST_POINTS = 400  # of a curve
@@ -36,7 +37,6 @@ _DERIVED = {"reward_low": -1, "reward_high": 1}  # standard deviations from the 
 # How the numbers of several rows become one; what a row adds up becomes the mean of its steps.
 _OVER = {name: metric.over for name, metric in ROW_METRICS.items() if metric.over != "sum"}
 _COLUMNS = ("step", *ROW_METRICS, *_DERIVED, *(f"stage_s.{stage}" for stage in STAGES))
-_CREATED = "SELECT value FROM meta WHERE key = 'created'"  # tells a ledger from another in its place
 MOST_SPANS = 20_000  # of a timeline
 FINEST = 800  # parts of a timeline that can be told apart; spans that are closer are drawn as one
 NUM_REWARDS = 1000  # of the first and of the newest answers
@@ -44,10 +44,8 @@ PAGE_SIZE = 25
 PAGE_COLUMNS = ("answer", "reward", "tokens", "fate", "step", "lag", "ended by", "text")
 MOST_CHARACTERS = 200  # of a text in a list
 MOST_PROMPT_TOKENS = 4000  # of a prompt's text
-NOT_KEPT = "(not kept)"
 _SQL = Path(__file__).with_name("books.sql").read_text(encoding="utf-8")
-LAGS, PARTS, _REWARDS, _PART_MEANS, ELAPSED, _GROUP = _SQL.split(";")  # the first two are for `Tally.update`
-_LISTED = "rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish"
+LAGS, PARTS, _REWARDS, _PART_MEANS, ELAPSED, _PAGE, _GROUP, _NEIGHBOURS, _CREATED, _LAST_S = _SQL.split(";")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +120,9 @@ def read_series(run_dir: Path, before: Series) -> Series:
         rows = RowColumns(connection, after_step=before.last_step, strict=False)
         new = {name: rows.column(name) for name in _COLUMNS if name not in _DERIVED}
         new |= {name: new["reward_mean"] + sign * new["reward_std"] for name, sign in _DERIVED.items()}
-        return Series(
-            created=created,
-            columns={name: np.append(known, new[name]) for name, known in before.columns.items()},
-            last_step=last_step,
-            num_damaged=before.num_damaged + int(rows.damaged.sum()),
-        )
+        columns = {name: np.append(known, new[name]) for name, known in before.columns.items()}
+        num_damaged = before.num_damaged + int(rows.damaged.sum())
+        return replace(before, columns=columns, last_step=last_step, num_damaged=num_damaged)
 
 
 @contextmanager
@@ -144,7 +139,7 @@ def looking_into(run_dir: Path) -> Iterator[sqlite3.Connection]:
 
 @dataclass(slots=True, kw_only=True)
 class Tally:
-    """Sums over a run's transfers, by step and something else; reads each once, as the run grows."""
+    """Sums over a run's transfers, by step and something else; each is read once, as it comes."""
 
     created: str = ""  # when the ledger was: another run may take the place of one
     last_id: int = 0  # of the transfers that were read
@@ -165,11 +160,9 @@ class Tally:
 
     def means(self, series: Series, by: str = "step") -> dict[str, Points]:
         """By key, the mean of each step or, of a long run, of a few, as `Series.curve` has them."""
-        steps, found = series.places("step").tolist(), {}
+        steps, found, both = series.places("step").tolist(), {}, (self.sums, self.counts)
         for key in sorted({key for _, key in self.sums}):
-            total, num = (
-                np.array([held.get((step, key), math.nan) for step in steps]) for held in (self.sums, self.counts)
-            )
+            total, num = (np.array([held.get((step, key), math.nan) for step in steps]) for held in both)
             found[key] = [point for point in series.ratio(total, num, by) if point[1] is not None]
         return found
 
@@ -183,10 +176,9 @@ class Timeline:
     """What every worker did in about the last `num_steps` steps; an evaluation between them takes its part."""
 
     def __init__(self, run_dir: Path, num_steps: int) -> None:
-        last = "SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)"
         with looking_into(run_dir) as connection:
             self.end_s = one(connection, "SELECT MAX(end_s) FROM spans") or 0.0
-            length_s = one(connection, last, num_steps)
+            length_s = one(connection, _LAST_S, num_steps)
             self.start_s = max(0.0, self.end_s - length_s) if length_s else 0.0
             spans = read_spans(connection, since_s=self.start_s, newest=MOST_SPANS)
         if len(spans) == MOST_SPANS:
@@ -244,9 +236,6 @@ class Wanted:
         return {text: value for text, value in found.items() if value is not None}
 
 
-EVERY = Wanted()
-
-
 def number(query: Mapping[str, str], name: str, kind: type = int) -> Any:
     """The number that an address gives as `name`, if it does."""
     if not (text := query.get(name)):
@@ -267,12 +256,9 @@ class Page:
         given, backwards = wanted.conditions(), newer is not None
         if older is not None or backwards:
             given |= {"rowid > ?": newer} if backwards else {"rowid < ?": older}
-        query = (
-            f"SELECT {_LISTED} FROM trajectories WHERE {' AND '.join(given) or '1'} "
-            f"ORDER BY rowid {'ASC' if backwards else 'DESC'} LIMIT {PAGE_SIZE + 1}"
-        )
+        query = _PAGE.format(" AND ".join(given) or "1", "ASC" if backwards else "DESC")
         with looking_into(run_dir) as connection:
-            found = connection.execute(query, tuple(given.values())).fetchall()
+            found = connection.execute(query, (*given.values(), PAGE_SIZE + 1)).fetchall()
             more, found = len(found) > PAGE_SIZE, found[:PAGE_SIZE]
             texts = show.read_texts(connection, [line[1] for line in found])
         found = found[::-1] if backwards else found
@@ -281,7 +267,7 @@ class Page:
         self.rows: list[tuple[str, ...]] = []  # under PAGE_COLUMNS
         for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
             known = ("" if number is None else str(number) for number in (step, lag))
-            text = " ".join(texts.get(id, NOT_KEPT).split())
+            text = " ".join(texts.get(id, "(not kept)").split())
             text = text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
             fate = f"dropped: {reason}" if reason else state
             self.rows.append((id, or_dash(reward, "g"), f"{num_tokens:,}", fate, *known, finish or "-", text))
@@ -290,17 +276,16 @@ class Page:
 class Answer:
     """One trajectory, what its tokens say, and its neighbours among the `wanted`."""
 
-    def __init__(self, run_dir: Path, id: str, wanted: Wanted = EVERY) -> None:
+    def __init__(self, run_dir: Path, id: str, wanted: Wanted) -> None:
         with looking_into(run_dir) as connection:
-            self.found, given = show.read_trajectory(run_dir, id), wanted.conditions()
+            self.found, given = show.TrajectoryDetails(run_dir, id), wanted.conditions()
             place = one(connection, "SELECT rowid FROM trajectories WHERE id = ?", id)
             among = " AND ".join(("", *given))
             self.newer, self.older = (
                 one(connection, f"SELECT id FROM trajectories WHERE rowid {side}", place, *given.values())
                 for side in (f"> ?{among} ORDER BY rowid", f"< ?{among} ORDER BY rowid DESC")
             )
-        self.texts = _texts(run_dir)  # None where the tokenizer cannot be read
-        self.prompt, self.fields = _prompt(self.found, self.texts), _fields(run_dir, self.found.prompt_id)
+        self.texts, self.prompt, self.fields = _asked(run_dir, self.found.prompt_id, self.found.whole)
 
 
 class GroupAnswers:
@@ -314,13 +299,12 @@ class GroupAnswers:
                 known = "none is complete yet" if first is None else f"they go from {first} to {last}"
                 raise UnknownNameError(f"There is no group {serial} in {run_dir.name}: {known}.")
             said = show.read_texts(connection, [line[0] for line in found])
-            self.newer = one(connection, "SELECT MIN(serial) FROM trajectories WHERE serial > ?", serial)
-            self.older = one(connection, "SELECT MAX(serial) FROM trajectories WHERE serial < ?", serial)
-        self.prompt_id, self.prompt = found[0][1], None  # None where no answer's tokens are kept
-        if said:
-            with suppress(RunError):  # its tokens are damaged
-                self.prompt = _prompt(show.read_trajectory(run_dir, next(iter(said))), _texts(run_dir))
-        self.fields, several_attempts = _fields(run_dir, self.prompt_id), len({line[2] for line in found}) > 1
+            self.newer, self.older = connection.execute(_NEIGHBOURS, (serial,)).fetchone()
+        self.prompt_id, whole = found[0][1], None
+        with suppress(RunError, StopIteration):  # its tokens are damaged, or no answer's are kept
+            whole = show.TrajectoryDetails(run_dir, next(iter(said))).whole
+        _, self.prompt, self.fields = _asked(run_dir, self.prompt_id, whole)
+        several_attempts = len({line[2] for line in found}) > 1
         self.answers: list[tuple[str, dict[str, str], str | None]] = []  # id, facts, text
         for id, _, attempt, reward, parts, finish, num_tokens, state, reason, step, lag in found:
             facts, numbers = {"reward": or_dash(reward, "g")}, json.loads(parts).items()
@@ -332,21 +316,16 @@ class GroupAnswers:
             self.answers.append((id, facts, said.get(id)))
 
 
-def _prompt(answer: TrajectoryDetails, texts: TokenTexts | None) -> str | None:
-    if answer.whole is None:
-        return None
-    given = show.prompt_ids(answer.whole)[-MOST_PROMPT_TOKENS:]
-    return texts.text(given) if texts else " ".join(map(str, given))
-
-
-def _texts(run_dir: Path) -> TokenTexts | None:
+def _asked(
+    run_dir: Path, prompt_id: str, whole: Trajectory | None
+) -> tuple[TokenTexts | None, str | None, Mapping[str, str]]:
+    """The run's tokenizer, the prompt's text and its fields; None for what cannot be had."""
+    texts, prompt = None, None
     with suppress(HeadraceError):  # the settings, which say where the tokenizer is, cannot be read
-        return show.token_texts(run_dir)
-    return None
-
-
-def _fields(run_dir: Path, prompt_id: str) -> dict[str, str]:
-    """The prompt's fields, the expected answer among them; none in ledgers of earlier versions."""
+        texts = show.token_texts(run_dir)
+    if whole is not None:
+        given = show.prompt_ids(whole)[-MOST_PROMPT_TOKENS:]
+        prompt = texts.text(given) if texts else " ".join(map(str, given))
     with Ledger.open(run_dir) as ledger:
-        found = ledger.prompt(prompt_id).get("fields", {})
-    return {name: str(value) for name, value in found.items()}
+        fields = ledger.prompt(prompt_id).get("fields", {})  # none in ledgers of earlier versions
+    return texts, prompt, {name: str(value) for name, value in fields.items()}

@@ -1,6 +1,6 @@
 -- What the page asks of a run's transfers and trajectories.
 
--- trained tokens by lag, of some transfers: step, lag, sum, count
+-- for `Tally.update`, trained tokens by lag, of some transfers: step, lag, sum, count
 SELECT step, COALESCE(lag, 0), SUM(tokens), COUNT(*) FROM transfers
 WHERE id > ? AND id <= ? AND credit = 'trained' GROUP BY 1, 2;
 
@@ -23,6 +23,19 @@ SELECT MAX(
     COALESCE((SELECT at_s FROM transfers ORDER BY id DESC LIMIT 1), 0)
 );
 
+-- a page of answers like this, one way or the other
+SELECT rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish FROM trajectories
+WHERE {} ORDER BY rowid {} LIMIT ?;
+
 -- all answers of a group
 SELECT id, prompt_id, attempt, reward, reward_parts, finish, num_tokens, state, drop_reason, trained_step, lag
-FROM trajectories WHERE serial = ? ORDER BY attempt, idx, id
+FROM trajectories WHERE serial = ? ORDER BY attempt, idx, id;
+
+-- the groups beside one
+SELECT (SELECT MIN(serial) FROM trajectories WHERE serial > ?1), (SELECT MAX(serial) FROM trajectories WHERE serial < ?1);
+
+-- tells a ledger from another in its place
+SELECT value FROM meta WHERE key = 'created';
+
+-- the seconds of the last steps
+SELECT SUM(wall_s) FROM (SELECT wall_s FROM rows ORDER BY step DESC LIMIT ?)

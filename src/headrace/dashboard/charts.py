@@ -1,11 +1,12 @@
 """Charts as ECharts options, made of what was read: curves over a run's steps, bars, lanes, flows.
 
-Colours and axes are in theme.json. Colours are told apart by people with any kind of colour vision
-(the palette of Okabe and Ito), and one thing has one colour everywhere. Text and lines take theirs
-from the style sheet, for light and dark.
+Colours and axes are in theme.json, what all charts of a kind share in charts.toml. Colours are told
+apart by people with any kind of colour vision (the palette of Okabe and Ito), and one thing has one
+colour everywhere. Text and lines take theirs from the style sheet, for light and dark.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from headrace.config_file import read_toml
-from headrace.dashboard.books import Points, Series, Tally, Timeline, steps_together
+from headrace.dashboard.books import Points, Rewards, Series, Tally, Timeline, steps_together
+from headrace.ledger.ledger import Books
 from headrace.measured import ROW_METRICS
 from headrace.runs.columns import Numbers
 from headrace.runs.facts import RunFacts, RunState
-from headrace.runs.show import Account
+from headrace.runs.show import accounts
 
 Options = dict[str, Any]
 Curves = Mapping[str, tuple[Points, str]]  # by name, each with its colour
-Shares = tuple[str, Numbers]  # their colour, and what they are
 Drawn = tuple[Options, str]  # a chart, if there is anything to draw, and a sentence about it
 
 HERE = Path(__file__)
@@ -36,7 +37,7 @@ MOST_LAG_BARS = 32
 MOST_LAGS = len(LAG_COLOURS) - 1  # told apart; larger ones are one colour
 MOST_REWARD_BARS = 20
 NO_ROW = "There is no row yet: the first step is under way."
-_FIRST = ("reward", "learner", "length", "mismatch", "lag")  # of the groups of curves
+_FIRST = ("reward", "learner", "length", "mismatch", "lag")  # what is looked at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +89,13 @@ class Card:
         return lines(curves, self.y, look), ""
 
 
+KINDS: dict[str, Options] = read_toml(HERE.with_name("charts.toml"))
 CARDS = {name: Card(**card) for name, card in read_toml(HERE.with_name("cards.toml")).items()}
 STAGE_COLOURS = {name: COLOURS[colour] for name, (_, colour, _) in CARDS["stage_times"].lines.items()}
 
 
 def metric_curves() -> dict[str, list[Card]]:
-    """A chart for every number of a row, by the first part of its label: what is looked at most comes first."""
+    """A chart for every number of a row, by the first part of its label."""
     found: dict[str, list[Card]] = {group: [] for group in _FIRST}
     for name, metric in ROW_METRICS.items():
         parts = name.removesuffix("_s").removeprefix("num_").split("_")
@@ -130,18 +132,18 @@ def lines(curves: Curves, y: str, look: Look, low: float | None = None, more: Se
 
     If they are smoothed, the curves as they were measured lie pale behind.
     """
-    y_axis = _left(y) | ({"scale": True} if low is None else {"min": low})
-    x_axis = _below(look.by) | {"scale": True, "axisLabel": {":formatter": "briefly"}}
+    y_axis = {"name": y} | ({"scale": True} if low is None else {"min": low})
+    x_axis: Options = {"name": look.by, "minInterval": 0 if look.by == "hours" else 1}
     x_axis["axisPointer"] = {"label": {":formatter": f"p => '{look.by} ' + fewDigits(p.value)"}}
-    x_axis |= {"minInterval": 1} if look.by != "hours" else {}
-    series = []
+    series: list[Options] = []
     for place, (name, (points, colour)) in enumerate(curves.items()):
         if look.smoothing:
             pale = _line("", points, colour, opacity=0.3, width=1)
             series.append(pale | {"silent": True, "tooltip": {"show": False}, "z": 1})
         dashed = {"type": "dashed"} if place >= NUM_COLOURS else {}  # colours come round again
         series.append(_line(name, smoothed(points, look.smoothing), colour, **dashed))
-    return _chart([*series, *more], x_axis, y_axis, "fewDigits", scrolls=not more)
+    series += more
+    return _chart("curves", series, x_axis, y_axis) | _legend(series, scrolls=not more)
 
 
 def smoothed(points: Points, weight: float) -> Points:
@@ -160,10 +162,9 @@ def _band(name: str, low: Points, high: Points, colour: str) -> list[Options]:
         (place, None if top is None or bottom is None else top - bottom)
         for (place, bottom), (_, top) in zip(low, high, strict=True)
     ]
-    unseen: Options = {"stack": "band", "stackStrategy": "all", "symbol": "none", "silent": True, "z": 1}
-    unseen |= {"lineStyle": {"opacity": 0}, "tooltip": {"show": False}}
-    shade = {"areaStyle": {"color": colour, "opacity": 0.25}, "itemStyle": {"color": colour, "opacity": 0.35}}
-    return [_line("", low, colour) | unseen, _line(name, spread, colour) | unseen | shade]
+    below, above = (_line(told, points, colour) | KINDS["band"] for told, points in (("", low), (name, spread)))
+    above |= {"areaStyle": {"color": colour, "opacity": 0.25}, "itemStyle": {"color": colour, "opacity": 0.35}}
+    return [below, above]
 
 
 def _scores(series: Series, look: Look, facts: RunFacts | None) -> list[Options]:
@@ -181,90 +182,82 @@ def _scores(series: Series, look: Look, facts: RunFacts | None) -> list[Options]
     return marks
 
 
-def sankey(accounts: Sequence[Account]) -> Options:
-    shown = [account for account in accounts if account.amount.tokens > 0]
+def sankey(held: Books) -> Drawn:
+    shown = [account for account in accounts(held) if account.amount.tokens > 0]
+    if not shown:
+        return {}, "No token has been sampled yet."
     total = sum(account.amount.tokens for account in shown)
-    label = {"formatter": f"generated {total:,}", "position": [0, -18]}
-    nodes = [{"name": "generated", "itemStyle": {"color": BLUE}, "label": label}]
-    links = []
+    source = f"generated {total:,}"
+    nodes, links = [{"name": source, "itemStyle": {"color": BLUE}, "label": {"position": [0, -18]}}], []
     for account in shown:
-        tokens, colour = account.amount.tokens, FATE_COLOURS[account.state]
-        label = {"formatter": f"{account.name} {tokens / total:.1%}"}
-        nodes.append({"name": account.name, "itemStyle": {"color": colour}, "label": label})
-        link = {"source": "generated", "target": account.name, "value": tokens}
-        links.append(link | {"lineStyle": {"color": colour, "opacity": 0.4}})
-    series = {"type": "sankey", "data": nodes, "links": links, "emphasis": {"focus": "adjacency"}}
-    return {"tooltip": {"trigger": "item"}, "series": [series]}
+        name = f"{account.name} {account.amount.tokens / total:.1%}"
+        nodes.append({"name": name, "itemStyle": {"color": FATE_COLOURS[account.state]}})
+        links.append({"source": source, "target": name, "value": account.amount.tokens})
+    return {"tooltip": {"trigger": "item"}, "series": [KINDS["flow"] | {"data": nodes, "links": links}]}, ""
 
 
-def timeline(shown: Timeline) -> Options:
-    look = {"type": "custom", ":renderItem": "drawBar", "encode": {"x": [1, 2], "y": 0}}
-    lanes, series = list(shown.busy), dict[str, Options]()
+def timeline(shown: Timeline) -> Drawn:
+    if not shown.bars:
+        return {}, "No stage has been measured yet."
+    lanes, bars = list(shown.busy), defaultdict[str, list[Options]](list)
     for lane, stage, start_s, end_s in shown.bars:
-        colour = STAGE_COLOURS.get(stage, GREY)
-        of_stage = series.setdefault(stage, {"name": stage, "itemStyle": {"color": colour}, "data": []} | look)
         value = [lanes.index(lane), round(start_s, 4), round(end_s, 4)]
-        of_stage["data"].append({"value": value, "name": lane})
-    says = "p => p.name + ': ' + p.value[1].toFixed(3) + ' to ' + p.value[2].toFixed(3) + ' s'"
-    x_axis = _below("seconds on the run's clock") | {"splitLine": {"show": True}}
-    x_axis |= {"min": round(shown.start_s, 3), "max": round(shown.end_s, 3)}
-    x_axis["axisLabel"] = {"showMinLabel": False, "showMaxLabel": False}
-    # with a key, so that the wheel and a finger still move the page
-    by_key = {"zoomOnMouseWheel": "shift", "moveOnMouseMove": "shift"}
-    return {
-        "tooltip": {"trigger": "item", ":formatter": says, "renderMode": "richText"},
-        "grid": {"right": 16, "top": 8},
-        "xAxis": x_axis,
-        "yAxis": {"type": "category", "data": lanes, "inverse": True},
-        "dataZoom": [{"type": "inside", "filterMode": "weakFilter"} | by_key],
-        "series": list(series.values()),
-    }
+        bars[stage].append({"value": value, "name": lane})
+    series = [
+        {"name": stage, "itemStyle": {"color": STAGE_COLOURS.get(stage, GREY)}, "data": data}
+        for stage, data in bars.items()
+    ]
+    clock = {"min": round(shown.start_s, 3), "max": round(shown.end_s, 3)}
+    busy = ", ".join(f"{lane} {share:.0%}" for lane, share in shown.busy.items())
+    says = f"Busy share of these {shown.end_s - shown.start_s:.1f} s: {busy}."
+    return _chart("timeline", series, x_axis=clock, y_axis={"data": lanes}), says
 
 
-def lag_bars(shares: Tally, last_step: int) -> Options:
+def lag_bars(shares: Tally, last_step: int, allowed: float | None) -> Drawn:
     """The share of each lag in the tokens of a few steps, stacked to a whole."""
+    if not shares.sums:
+        return {}, "Nothing has been trained on yet."
     width = steps_together(last_step, MOST_LAG_BARS)
-    held = np.zeros((MOST_LAGS + 1, 1 + max(((step - 1) // width for step, _ in shares.sums), default=0)))
+    held = np.zeros((MOST_LAGS + 1, 1 + max((step - 1) // width for step, _ in shares.sums)))
     for (step, lag), tokens in shares.sums.items():
         held[min(lag, MOST_LAGS), (step - 1) // width] += tokens
-    buckets, names, bars = np.flatnonzero(held.any(axis=0)), [], {}
+    buckets, names, bars = np.flatnonzero(held.any(axis=0)), [], []
     for begin in width * buckets:
         end = min(begin + width, max(last_step, 1))
         names.append(str(end) if width == 1 else f"{begin + 1}-{end}")
     for lag in np.flatnonzero(held.any(axis=1)):
         shown = held[lag, buckets] / held.sum(axis=0)[buckets]
-        bars[f"lag {lag}{' or more' if lag == MOST_LAGS else ''}"] = LAG_COLOURS[lag], shown
-    return _bars(bars, names, x="step", y="% of trained tokens", stacked=True)
+        bars.append(_bar(f"lag {lag}{' or more' if lag == MOST_LAGS else ''}", LAG_COLOURS[lag], shown))
+    says = "" if allowed is None else f"loop.max_lag = {allowed}: older tokens are dropped as stale."
+    return _chart("lags", bars, {"data": names}, {}) | _legend(bars), says
 
 
-def reward_bars(first: Numbers, newest: Numbers) -> Options:
+def reward_bars(found: Rewards) -> Drawn:
     """How the rewards of each side are distributed; few values have a bar each."""
-    sides, bars = {"first": (GREY, first), "newest": (BLUE, newest)}, {}
-    values = np.unique(np.concatenate([first, newest]))
+    sides, bars = {"first": (GREY, found.first), "newest": (BLUE, found.newest)}, []
+    values = np.unique(np.concatenate([found.first, found.newest]))
+    if not len(values):
+        return {}, "No answer has been scored yet."
     names, edges = [f"{value:g}" for value in values], np.append(values, np.inf)
     if len(values) > MOST_REWARD_BARS:  # each has the middle of its bin as its name
         edges = np.linspace(values[0], values[-1], MOST_REWARD_BARS + 1)
         names = [f"{middle:.3g}" for middle in (edges[1:] + edges[:-1]) / 2]
     for side, (colour, rewards) in sides.items():
         counts, _ = np.histogram(rewards, edges)
-        bars[f"{side} {len(rewards):,} answers"] = colour, counts / max(len(rewards), 1)
-    return _bars(bars, names, x="reward", y="% of answers")
+        bars.append(_bar(f"{side} {len(rewards):,} answers", colour, counts / max(len(rewards), 1)))
+    parts = "; ".join(f"{part} {first:.3g} → {now:.3g}" for part, (first, now) in found.parts.items())
+    says = f"Mean of each reward part, first → newest: {parts}." if parts else ""
+    return _chart("rewards", bars, {"data": names}, {}) | _legend(bars), says
 
 
-def placement_bars(step_s: Mapping[str, float], best: str) -> Options:
+def placement_bars(step_s: Mapping[Any, float]) -> Options:
     """Seconds of a step for each placement, lying down so that long names fit."""
+    best = min(step_s, key=step_s.__getitem__)
     data = [
         {"value": round(seconds, 3), "itemStyle": {"color": GREEN if name == best else GREY}}
         for name, seconds in step_s.items()
     ]
-    label = {"show": True, "position": "right", "color": "var(--ink)"}
-    label[":formatter"] = "p => p.value.toFixed(2) + ' s'"
-    return {
-        "grid": {"right": 64, "top": 8},
-        "xAxis": _below("seconds per step") | {"min": 0},
-        "yAxis": {"type": "category", "data": list(step_s), "inverse": True},
-        "series": [{"type": "bar", "data": data, "label": label, "barMaxWidth": 28}],
-    }
+    return _chart("placements", [{"data": data}], x_axis={}, y_axis={"data": list(map(str, step_s))})
 
 
 def _line(name: str, points: Points, colour: str, **style: object) -> Options:
@@ -275,36 +268,22 @@ def _line(name: str, points: Points, colour: str, **style: object) -> Options:
     return {"name": name, "type": "line", "data": data, "showSymbol": few, "connectNulls": few} | look
 
 
-def _bars(bars: Mapping[str, Shares], names: list[str], *, x: str, y: str, stacked: bool = False) -> Options:
-    """Shares as bars in per cent, beside each other or stacked to a whole."""
-    look = {"stack": "all", "barCategoryGap": "8%"} if stacked else {}
-    series: list[Options] = []
-    for name, (colour, shares) in bars.items():
-        data = [round(100 * share, 2) for share in shares.tolist()]
-        series.append({"name": name, "type": "bar", "itemStyle": {"color": colour}, "data": data} | look)
-    y_axis = _left(y) | {"min": 0, "max": 100 if stacked else None}
-    return _chart(series, _below(x) | {"type": "category", "data": names}, y_axis, "v => v + ' %'")
+def _bar(name: str, colour: str, shares: Numbers) -> Options:
+    """Bars of one colour, in per cent."""
+    data = [round(100 * share, 2) for share in shares.tolist()]
+    return {"name": name, "itemStyle": {"color": colour}, "data": data}
 
 
-def _chart(series: list[Options], x_axis: Options, y_axis: Options, value: str, scrolls: bool = True) -> Options:
-    """If the legend does not scroll, it may take two lines on a phone."""
+def _legend(series: list[Options], scrolls: bool = True) -> Options:
+    """If it does not scroll, it may take two lines on a phone."""
     named = [one["name"] for one in series if one["name"]]
     kind = "scroll" if scrolls and len(named) > 2 else "plain"
-    return {
-        "tooltip": {"trigger": "axis", ":valueFormatter": value},
-        "legend": {"type": kind, "show": len(named) > 1, "data": named},
-        "grid": {"top": 32 if len(named) < 2 else 60 if scrolls or len(named) < 4 else 76},
-        "xAxis": x_axis,
-        "yAxis": y_axis,
-        "series": series,
-    }
+    top = 32 if len(named) < 2 else 60 if scrolls or len(named) < 4 else 76
+    return {"legend": {"type": kind, "show": len(named) > 1, "data": named}, "grid": {"top": top}}
 
 
-def _below(name: str) -> Options:
-    place = {"nameLocation": "middle", "nameGap": 28}
-    return {"type": "value", "name": name, "splitLine": {"show": False}} | place
-
-
-def _left(name: str) -> Options:
-    look = {"nameTextStyle": {"align": "left"}, "axisLabel": {":formatter": "briefly"}}
-    return {"type": "value", "name": name} | look
+def _chart(kind: str, series: list[Options], x_axis: Options, y_axis: Options) -> Options:
+    """One of `KINDS`, with what is not the same in all of them."""
+    fixed = KINDS[kind]
+    drawn = {"xAxis": fixed["xAxis"] | x_axis, "yAxis": fixed["yAxis"] | y_axis}
+    return fixed | drawn | {"series": [fixed.get("series", {}) | one for one in series]}

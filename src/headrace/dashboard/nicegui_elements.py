@@ -8,14 +8,12 @@ import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from nicegui import Client, run, ui
+from nicegui import app, run, ui
 
 from headrace.dashboard.books import AXES
-from headrace.dashboard.charts import THEME, Card, Drawn, Look
+from headrace.dashboard.charts import HERE, THEME, Card, Drawn, Look
 from headrace.dashboard.site import address
 from headrace.errors import HeadraceError
 from headrace.runs.report import Report, Section, Table, printable
@@ -24,33 +22,28 @@ from headrace.runs.report import Report, Section, Table, printable
 VIEWS = ("overview", "curves", "settings", "timeline", "tokens", "lag", "publish", "rewards", "trajectories")
 EVERY_S = 2.0  # a look into the ledger
 SETTLED_S = 0.25  # without another change: nobody types or drags any more
-_FILES = ("style.css", "page.js", "icon.svg", "cells.toml")
-STYLE, SCRIPT, ICON, _TEMPLATES = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _FILES)
+_FILES = ("style.css", "page.js", "header.html", "icon.svg", "cells.toml")
+STYLE, SCRIPT, HEADER, ICON, _TEMPLATES = (HERE.with_name(name).read_text(encoding="utf-8") for name in _FILES)
 DARK_COOKIE = "headrace_theme"  # light or dark, if somebody chose
 _CELLS = tomllib.loads(_TEMPLATES)
 MANY_ROWS = 120  # of which only those are drawn that can be seen
 
 
 @contextmanager
-def frame(title: str, small: str = "") -> Iterator[None]:
+def frame(title: str, small: str = "", *, run: str = "", view: str = "trajectories") -> Iterator[None]:
+    """A page; if it is about a `run`, with links to the views of it, of which this one is `view`."""
     chosen = ui.context.client.request.cookies.get(DARK_COOKIE)
     ui.dark_mode({"dark": True, "light": False}.get(chosen))
     ui.colors(primary="#1f78b4")
     ui.page_title(f"{title} · Headrace")
     ui.add_head_html(f"<style>{STYLE}</style><script>{SCRIPT}</script>")
-    with ui.element("header").classes("top"):
-        ui.link("Headrace", "/").classes("brand")
-        for name, target in (("Runs", "/"), ("Compare", "/compare"), ("Plan", "/plan")):
-            ui.link(name, target)
-        ui.element("div").classes("space")
-        with ui.element("button").props("aria-label='light or dark' title='light or dark'") as button:
-            ui.label("◐")
-        button.on("click", js_handler="() => switchTheme()")
+    ui.html(HEADER, sanitize=False, tag="header").classes("top")
     with ui.element("div").classes("page"):
         with ui.element("h1"):
             ui.label(printable(title))
-            if small:
-                ui.label(small).classes("says")
+            ui.label(small).classes("says")
+        if run:
+            views((one.capitalize(), address("run", run, one), one == view) for one in VIEWS)
         yield
 
 
@@ -61,18 +54,13 @@ def views(links: Iterable[tuple[str, str, bool]]) -> None:
             ui.link(name, target).classes("here" if here else "")
 
 
-def run_views(name: str, here: str) -> None:
-    views((view.capitalize(), address("run", name, view), view == here) for view in VIEWS)
-
-
 @contextmanager
 def card(words: Card | str = "") -> Iterator[None]:
     words = Card(title=words) if isinstance(words, str) else words
     with ui.element("section").classes("card"):
         if words.title:
             _within("h2", words.title)
-        if words.says:
-            ui.label(words.says).classes("says")
+        ui.label(words.says).classes("says")
         yield
 
 
@@ -100,8 +88,7 @@ class Panel:
         self._found: Any = None
         self._changes, self._one_at_a_time = 0, asyncio.Lock()
         self.message = message("")
-        self.message.set_visibility(False)
-        _panels_here().append(self)
+        _panels().append(self)
 
     async def refresh(self) -> None:
         found, problem = None, ""
@@ -111,7 +98,7 @@ class Panel:
             problem = printable(str(error))
         if problem != self.message.text:
             self.message.set_text(problem)
-            self.message.set_visibility(bool(problem))
+            self.message.set_visibility(True)
         if self._box is not None:
             self._box.set_visibility(not problem)
         if found is not None and found != self._found:  # None: nobody looks at the page any more
@@ -129,25 +116,21 @@ class Panel:
         return mine == self._changes
 
 
-_panels: WeakKeyDictionary[Client, list[Panel]] = WeakKeyDictionary()
-
-
-def _panels_here() -> list[Panel]:
+def _panels() -> Any:
     """All panels of the page that is being made, or looked at."""
-    return _panels.setdefault(ui.context.client, [])
+    return app.storage.client.setdefault("panels", [])
 
 
 async def follow() -> None:
     """Fill the panels of this page now, and keep them up to date while it is open."""
-    panels = _panels_here()
+    panels = _panels()
 
     async def refresh() -> None:
         await asyncio.gather(*(panel.refresh() for panel in panels))
         said: set[str] = set()
         for panel in panels:  # what one says, others need not say again
-            text = panel.message.text
-            panel.message.set_visibility(bool(text) and text not in said)
-            said.add(text)
+            panel.message.set_visibility(panel.message.text not in said)
+            said.add(panel.message.text)
 
     await refresh()
     ui.timer(EVERY_S, refresh, immediate=False)
@@ -194,7 +177,6 @@ class Grid:
     """A table whose rows may change; what a reader sorted it by and searched for stays."""
 
     def __init__(self, search: str = "") -> None:
-        self._columns: list[dict[str, Any]] = []
         typed = ui.input(search).classes("search").props("outlined dense clearable debounce=200") if search else None
         self._table = ui.table(rows=[], columns=[]).props("flat dense wrap-cells virtual-scroll-target=body")
         self._table.props("hide-selected-banner no-results-label='Nothing here is like that.'")
@@ -213,10 +195,9 @@ class Grid:
             column |= {"classes": kind, "headerClasses": kind, "align": "right" if numeric else "left"}
             order = f"(a, b, x, y) => inOrder(a, b, x.by{place}, y.by{place})"
             columns.append(column | {"sortable": len(shown.rows) > 1, ":sort": order})
-        if columns != self._columns:
-            self._columns, self._table.columns = columns, [dict(column) for column in columns]
-            for place, kind in shown.kinds.items():
-                self._table.add_slot(f"body-cell-{place}", _CELLS[kind])
+        self._table.columns = columns
+        for place, kind in shown.kinds.items():
+            self._table.add_slot(f"body-cell-{place}", _CELLS[kind])
         links = shown.links or [""] * len(shown.rows)
         self._table.rows = [
             {"id": number, "link": link, **{str(place): printable(cell) for place, cell in enumerate(row)}}
@@ -226,8 +207,7 @@ class Grid:
         self._table.classes("stacked" if shown.stacked else "")
         self._table.props["virtual-scroll"] = len(shown.rows) > MANY_ROWS
         self._table.set_visibility(bool(shown.rows))
-        self._instead.set_text(shown.instead)
-        self._instead.set_visibility(not shown.rows)
+        self._instead.set_text("" if shown.rows else shown.instead)
         self._below.clear()
         if shown.below:
             with self._below:
@@ -236,10 +216,8 @@ class Grid:
 
 def section(shown: Section) -> None:
     """A part of a report. A sentence that begins with a dash is a point of a list."""
-    if shown.title:
-        ui.label(shown.title[0].upper() + shown.title[1:]).classes("part")
-    if shown.facts:
-        facts(shown.facts)
+    ui.label(shown.title[:1].upper() + shown.title[1:]).classes("part")
+    facts(shown.facts)
     for table in shown.tables:
         Grid().show(Listing(columns=table.columns, rows=table.rows, numeric=table.numeric))
     for text in shown.sentences:
@@ -262,7 +240,7 @@ def look_controls() -> Callable[[], Look]:
     """How the curves of this page are drawn; what is returned says what is chosen."""
 
     async def changed() -> None:
-        await asyncio.gather(*(panel.changed() for panel in _panels_here()))
+        await asyncio.gather(*(panel.changed() for panel in _panels()))
 
     with ui.element("section").classes("card line look"):
         by = choice(list(AXES), "step", "curves along", changed)
@@ -300,7 +278,6 @@ def chart(height_px: int) -> Callable[[Drawn], None]:
     def show(found: Drawn) -> None:
         options, text = found
         now.set_text(text)
-        now.set_visibility(bool(text))
         element.set_visibility(bool(options))
         element.options.clear()
         element.options.update(options)

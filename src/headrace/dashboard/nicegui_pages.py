@@ -139,8 +139,7 @@ def _sliders(times: StageTimes, names: list[str], run: str | None, trouble: str)
     def show(found: TypedTriage) -> None:
         for part in triage_report(found).sections[:2]:  # the chart has the placements
             page.section(part)
-        step_s = {str(where): seconds for where, seconds in found.step_s.items()}
-        show_chart((charts.placement_bars(step_s, best=min(step_s, key=step_s.__getitem__)), ""))
+        show_chart((charts.placement_bars(found.step_s), ""))
 
     with ui.element("div").classes("pair"):
         with page.card(CARDS["stages"]):

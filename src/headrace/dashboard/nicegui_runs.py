@@ -11,17 +11,17 @@ from nicegui import ui
 from headrace.config_file import changed, explain
 from headrace.dashboard import books, charts
 from headrace.dashboard import nicegui_elements as page
-from headrace.dashboard.books import EVERY, PAGE_COLUMNS, Page, Wanted, number
+from headrace.dashboard.books import PAGE_COLUMNS, Page, Rewards, Timeline, Wanted, number, read_accounts
 from headrace.dashboard.charts import CARDS, Card, Drawn, Look, metric_curves
-from headrace.dashboard.site import LiveRun, Site, address
+from headrace.dashboard.site import LiveRun, Overview, Site, address
 from headrace.errors import HeadraceError, RunError
 from headrace.insight.reports import triage_report
 from headrace.insight.triage import Triage
-from headrace.ledger.files import run_config
+from headrace.ledger.files import is_run, run_config
 from headrace.ledger.ledger import Books
 from headrace.runs import show
 from headrace.runs.facts import RunFacts, RunState, UnknownNameError
-from headrace.runs.report import Section, duration, percent, printable
+from headrace.runs.report import Section, duration, or_dash, percent, printable
 
 TIMELINE_STEPS = (3, 10, 30)
 MAIN = "the main ones"
@@ -32,7 +32,7 @@ TOKENS_SHOWN = 400  # at once
 
 async def runs(site: Site) -> None:
     """The list of runs, or the run itself where there is but one to show."""
-    if site.is_one_run:
+    if is_run(site.root):
         ui.navigate.to(address("run", site.root.name, "overview"))
         return
     with page.frame("Runs", str(site.root)):
@@ -62,8 +62,7 @@ def _runs(found: list[RunFacts]) -> page.Listing:
 
 async def run_view(view: str, site: Site, name: str) -> None:
     shown = RunViews(site, name)
-    with page.frame(name):
-        page.run_views(name, view)
+    with page.frame(name, run=name, view=view):
         getattr(shown, view)()
         await page.follow()
 
@@ -83,7 +82,7 @@ class RunViews:
         return curve.drawn(self._live.series(), self._look(), self._live.facts())
 
     def overview(self) -> None:
-        page.panel(lambda: self._live.overview().numbers(self._live.triage()), page.numbers)
+        page.panel(lambda: Overview(self._live).numbers(self._live.triage()), page.numbers)
         self._look = page.look_controls()
         self._curves(CARDS["reward"])
         with page.card("How it went"):
@@ -128,27 +127,14 @@ class RunViews:
         asked = number(page.query(), "steps") or TIMELINE_STEPS[0]
         steps, here = min(max(asked, 1), TIMELINE_STEPS[-1]), partial(address, "run", self._name, "timeline")
         page.views((f"last {n} steps", here(steps=n), n == steps) for n in TIMELINE_STEPS)
-        page.chart_panel(CARDS["timeline"], lambda: self._timeline(steps), height_px=380)
-
-    def _timeline(self, steps: int) -> Drawn:
-        shown = books.Timeline(self._live.path, steps)
-        if not shown.bars:
-            return {}, "No stage has been measured yet."
-        busy = ", ".join(f"{lane} {share:.0%}" for lane, share in shown.busy.items())
-        return charts.timeline(shown), f"Busy share of these {shown.end_s - shown.start_s:.1f} s: {busy}."
+        page.chart_panel(CARDS["timeline"], lambda: charts.timeline(Timeline(self._live.path, steps)), 380)
 
     def tokens(self) -> None:
-        page.chart_panel(CARDS["tokens"], self._flow, height_px=360)
+        page.chart_panel(CARDS["tokens"], lambda: charts.sankey(read_accounts(self._live.path)), 360)
         page.table_panel(CARDS["accounts"], self._accounts)
 
-    def _flow(self) -> Drawn:
-        held = books.read_accounts(self._live.path)
-        if not held.generated.tokens:
-            return {}, "No token has been sampled yet."
-        return charts.sankey(show.accounts(held)), ""
-
     def _accounts(self) -> page.Listing:
-        held, here = books.read_accounts(self._live.path), ("run", self._name, "trajectories")
+        held, here = read_accounts(self._live.path), ("run", self._name, "trajectories")
         found = show.accounts(held)
         links = [address(*here, state=one.state, reason=one.reason) for one in found]
         return page.Listing(
@@ -165,29 +151,18 @@ class RunViews:
         self._curves(CARDS["ratio"], CARDS["weights"])
 
     def _lags(self) -> Drawn:
-        shares, allowed = self._live.tally(books.LAGS), self._live.wanted_lag()
-        if not shares.sums:
-            return {}, "Nothing has been trained on yet."
-        text = "" if allowed is None else f"loop.max_lag = {allowed}: older tokens are dropped as stale."
-        return charts.lag_bars(shares, self._live.series().last_step), text
+        live = self._live
+        return charts.lag_bars(live.tally(books.LAGS), live.series().last_step, live.wanted_lag())
 
     def publish(self) -> None:
         self._look = page.look_controls()
         self._curves(CARDS["latency"], CARDS["bytes"])
 
     def rewards(self) -> None:
-        page.chart_panel(CARDS["rewards"], self._rewards)
+        page.chart_panel(CARDS["rewards"], lambda: charts.reward_bars(Rewards(self._live.path)))
         self._look = page.look_controls()
         with ui.element("div").classes("pair"):
             self._curves(CARDS["spread"], CARDS["lengths"])
-
-    def _rewards(self) -> Drawn:
-        found = books.Rewards(self._live.path)
-        if not found.first.size + found.newest.size:
-            return {}, "No answer has been scored yet."
-        parts = "; ".join(f"{part} {first:.3g} → {now:.3g}" for part, (first, now) in found.parts.items())
-        text = f"Mean of each reward part, first → newest: {parts}." if parts else ""
-        return charts.reward_bars(found.first, found.newest), text
 
 
 def _set(live: LiveRun) -> dict[str, str]:
@@ -206,7 +181,7 @@ def _verdict(found: Triage | str) -> None:
 
 async def trajectories(site: Site, name: str) -> None:
     path, wanted = site.run(name).path, Wanted.of(page.query())
-    older, newer = number(page.query(), "older"), number(page.query(), "newer")
+    place = {side: number(page.query(), side) for side in ("older", "newer")}
 
     def there(**changes: Any) -> str:
         return address("run", name, "trajectories", **asdict(wanted) | changes)
@@ -221,7 +196,7 @@ async def trajectories(site: Site, name: str) -> None:
             numeric={1, 2, 4, 5},
             links=[address("run", name, "trajectory", id=row[0], **asdict(wanted)) for row in found.rows],
             wide={2, 4, 5, 6},
-            instead="No answer is like this." if wanted != EVERY else "No answer is finished yet.",
+            instead="No answer is like this." if wanted != Wanted() else "No answer is finished yet.",
         )
         with page.card():
             page.Grid().show(listing)
@@ -230,11 +205,8 @@ async def trajectories(site: Site, name: str) -> None:
                 older = there(older=found.places[-1]) if found.has_older else None
                 _links({"← newer": newer, "older →": older})
 
-    with page.frame(name):
-        page.run_views(name, "trajectories")
-        shown = page.panel(
-            lambda: (books.read_accounts(path), books.Page(path, wanted, older=older, newer=newer)), draw
-        )
+    with page.frame(name, run=name):
+        shown = page.panel(lambda: (read_accounts(path), Page(path, wanted, **place)), draw)
         await shown.refresh()  # not followed: a list that moves is hard to click
 
 
@@ -269,8 +241,7 @@ async def trajectory(site: Site, name: str) -> None:
     links = {text: other and here(id=other) for text, other in links.items()}
     if found.serial is not None:
         links["all answers to this prompt"] = address("run", name, "group", serial=found.serial)
-    with page.frame(f"Answer {id}", f"of run {name}"):
-        page.run_views(name, "trajectories")
+    with page.frame(f"Answer {id}", f"of run {name}", run=name):
         _links(links)
         with page.card("What became of it"):
             page.facts(show.trajectory_facts(found).items())
@@ -314,8 +285,7 @@ async def group(site: Site, name: str) -> None:
     if serial is None:
         raise UnknownNameError("The address names no group: it ends with group?serial=... of one.")
     read = await threads.io_bound(books.GroupAnswers, path, serial)
-    with page.frame(f"All answers to {read.prompt_id}", f"group {serial} of run {name}"):
-        page.run_views(name, "trajectories")
+    with page.frame(f"All answers to {read.prompt_id}", f"group {serial} of run {name}", run=name):
         sides = {"← newer group": read.newer, "older group →": read.older}.items()
         _links({text: address("run", name, "group", serial=other) for text, other in sides if other is not None})
         _prompt(read.prompt, read.fields)
@@ -389,20 +359,17 @@ async def compare(site: Site) -> None:
 
 
 def _numbers(chosen: list[LiveRun]) -> page.Listing:
-    def written(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-
     sides = []
     for live in chosen:
-        seen, verdict = live.overview(), live.triage()
+        seen, verdict = Overview(live), live.triage()
         facts, series = seen.facts, seen.series
         side = {
             "state": str(facts.state),
             "steps": f"{series.last_step:,} / {facts.wanted_steps:,}",
-            "reward, last steps": written(series.now("reward_mean")),
+            "reward, last steps": or_dash(series.now("reward_mean")),
             "held-out score, before → latest": show.scores(facts),
-            "goodput, tokens/s": written(series.goodput()),
-            "seconds per step": written(series.now("wall_s")),
+            "goodput, tokens/s": or_dash(series.goodput()),
+            "seconds per step": or_dash(series.now("wall_s")),
             "bottleneck": "…" if isinstance(verdict, str) else str(verdict.bottleneck),
             "largest lag": str(seen.lag_max),
             "share trained on": percent(seen.useful_share, 1),

@@ -7,12 +7,13 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
+from headrace.config_file import read_toml
 from headrace.dashboard import books
 from headrace.dashboard.books import Series, Tally
 from headrace.errors import ConfigError, HeadraceError, RunError
@@ -31,7 +32,6 @@ from headrace.user_code import load_optional
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
 TRIAGE_AFTER_S = 1.5  # a page is drawn first
 TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
-MOST_ANSWERS = 16_384  # of a planned step: the more there are, the longer a plan takes
 NOT_YET = "Being worked out: this run is simulated with its own speeds, which takes some seconds."
 _STATE_WORDS = {RunState.RUNNING: "running now", RunState.STOPPED: "stopped before its end"}
 _log = logging.getLogger(__name__)
@@ -41,18 +41,18 @@ _one_at_a_time = threading.Lock()  # runs are triaged
 class Overview:
     """What is known of a run at one moment."""
 
-    def __init__(self, live: "LiveRun", dollars_per_hour: float | None) -> None:
+    def __init__(self, live: "LiveRun") -> None:
         self.facts = live.facts().readable()  # a few seconds old
         # on the run's clock when something was last booked; pauses between processes do not count
         with books.looking_into(live.path) as connection:
             self.elapsed_s = float(one(connection, books.ELAPSED))
         self.series, self.books = live.series(), books.read_accounts(live.path)
         self.max_lag = live.wanted_lag()
-        self.dollars = None if dollars_per_hour is None else self.elapsed_s / 3600 * dollars_per_hour
+        self.dollars = None if live.price is None else self.elapsed_s / 3600 * live.price
         trained = self.books.trained.tokens
         decided = trained + sum(amount.tokens for amount in self.books.dropped.values())
         self.lag_max = int(max((lag for _, lag in self.series.curve("lag_max") if lag), default=0))
-        self.useful_share = trained / decided if decided else None  # of tokens whose fate is decided
+        self.useful_share = trained / decided if decided else None  # of decided tokens
         self.dollars_per_million = None if self.dollars is None or not trained else self.dollars / trained * 1e6
 
     def numbers(self, verdict: Triage | str) -> list[tuple[str, str, str]]:
@@ -92,7 +92,7 @@ class LiveRun:
     """One run. Any thread may ask, and what has not changed is not read again."""
 
     def __init__(self, run_dir: Path, dollars_per_hour: float | None = None) -> None:
-        self.path, self.name, self._price = run_dir, run_dir.name, dollars_per_hour
+        self.path, self.name, self.price = run_dir, run_dir.name, dollars_per_hour
         self._lock = threading.Lock()
         self._series = Series()
         self._tallies: defaultdict[str, Tally] = defaultdict(Tally)
@@ -124,9 +124,6 @@ class LiveRun:
         facts = self.facts()
         with books.looking_into(self.path), self._lock:
             return show.history(self.path, facts, skipped, self._data_set.standing(self.path))
-
-    def overview(self) -> Overview:
-        return Overview(self, self._price)
 
     def triage(self) -> Triage | str:
         """What holds the run back, as of some recent step, or why that cannot be told yet.
@@ -186,20 +183,16 @@ class Site:
             return read_runs(self.root, self._known)
         return []
 
-    @property
-    def is_one_run(self) -> bool:
-        return is_run(self.root)
-
     def run(self, name: str) -> LiveRun:
         """The run of this name: one part of a path, so it cannot lead out of the directory."""
-        path = self.root if name == self.root.name and self.is_one_run else self.root / name
+        path = self.root if name == self.root.name and is_run(self.root) else self.root / name
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name or not path.is_dir():
             raise UnknownNameError(f"There is no run {name!r} in {self.root}.")
         return self._runs.setdefault(name, LiveRun(path, self._price))
 
     def measured(self, name: str = "") -> LiveRun:
         """The run of that name; without one the only run, or the one that was written last."""
-        if name or self.is_one_run:
+        if name or is_run(self.root):
             return self.run(name or self.root.name)
         found = self.facts()
         if not found:
@@ -208,12 +201,24 @@ class Site:
 
 
 class Field(NamedTuple):
-    """Something to type; `value` is what it holds at first."""
+    """Something to type, as form.toml has it, and what reads it."""
 
     label: str
     says: str
     value: str
-    read: Callable[[str], Any]
+    parse: Callable[[str], Any]
+    between: Sequence[float] = ()
+
+    def read(self, text: str) -> Any:
+        value = self.parse(text)
+        if not self.between:
+            return value
+        low, high = self.between
+        if not low <= value <= high:
+            raise ConfigError(f"{text.strip()} is out of range: from {low:,g} to {high:,g}")
+        if isinstance(high, int) and value != int(value):
+            raise ConfigError(f"{text.strip()} is not a whole number")
+        return type(high)(value)
 
     def problem(self, text: str | None) -> str | None:
         try:
@@ -223,30 +228,10 @@ class Field(NamedTuple):
         return None
 
 
-def _number(low: float, high: float, read: Callable[[str], float] = amount) -> Callable[[str], float]:
-    """Reads a number from `low` to `high`; a whole one, if they are."""
-
-    def within(text: str) -> float:
-        value = read(text)
-        if not low <= value <= high:
-            raise ConfigError(f"{text.strip()} is out of range: from {low:,g} to {high:,g}")
-        if isinstance(high, int) and value != int(value):
-            raise ConfigError(f"{text.strip()} is not a whole number")
-        return type(high)(value)
-
-    return within
-
-
-FIELDS = {
-    "num_devices": Field("GPUs", "how many", "8", _number(1, 100_000)),
-    "model": Field("model size", "7B, 500M; a mixture: 235B-A22B", "7B", sized_shape),
-    "num_prompts": Field("prompts", "per step", "64", _number(1, MOST_ANSWERS)),
-    "num_samples": Field("answers", "per prompt", "16", _number(1, 4096)),
-    "mean_tokens": Field("tokens", "of an answer, on average: 512, 8k", "1k", _number(1, 1e7)),
-    "cv": Field("spread of lengths", "deviation over mean; 0: all alike", "1", _number(0, 10.0)),
-    "reward_s": Field("time of a verdict", "95 in 100 take less: 4s, 200ms", "0s", _number(0, 86_400.0, seconds)),
-    "max_lag": Field("largest lag", "updates behind; 0: on-policy", "4", _number(0, 64)),
-}
+_PARSE: dict[str, Callable[[str], Any]] = {"model": sized_shape, "reward_s": seconds}  # else amounts
+_FORM = read_toml(Path(__file__).with_name("form.toml"))
+FIELDS = {name: Field(parse=_PARSE.get(name, amount), **field) for name, field in _FORM.items()}
+MOST_ANSWERS = FIELDS["num_prompts"].between[1]  # of a step
 
 
 def question(texts: Mapping[str, str], *, device: str, reference: bool, adapter: bool) -> Question:

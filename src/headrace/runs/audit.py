@@ -31,7 +31,12 @@ def audit(run_dir: Path, *, finished: bool | None = None) -> list[str]:
     """
     problems: list[str] = []
     if finished is None:
-        finished, problems = _says_finished(run_dir)
+        try:
+            finished = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8")).get("finished") is True
+        except (FileNotFoundError, IsADirectoryError):
+            finished = False  # it has none before it ends
+        except (ValueError, AttributeError) as error:
+            problems.append(f"{SUMMARY} cannot be read: {error}")
     with reading(run_dir) as connection:
         try:
             problems += _schema_problems(connection)
@@ -65,16 +70,6 @@ def _schema_problems(connection: sqlite3.Connection) -> Iterator[str]:
         for name, sql in fresh.execute(listing):
             if found.get(name) != sql:
                 yield f"the {name} of the database {'was changed' if name in found else 'is gone'}"
-
-
-def _says_finished(run_dir: Path) -> tuple[bool, list[str]]:
-    """Whether the run's summary has `finished: true`; a run without a summary has not finished."""
-    try:
-        return json.loads((run_dir / SUMMARY).read_text(encoding="utf-8")).get("finished") is True, []
-    except (FileNotFoundError, IsADirectoryError):
-        return False, []
-    except (ValueError, AttributeError) as error:
-        return False, [f"{SUMMARY} cannot be read: {error}"]
 
 
 def _not_of_the_run(run_dir: Path, connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:

@@ -28,15 +28,8 @@ Columns = npt.NDArray[Any]
 
 _TEXTS = {"stage", "worker", "detail", "finish", "drop_reason"}
 _ROW = "step, wall_s, generated_tokens, trained_tokens, data"
-_SPAN = "rowid AS rowid, stage, worker, version, start_s, end_s, detail"
-_TRAJECTORY = (
-    "rowid AS rowid, serial, attempt, num_tokens, num_prompt_tokens, reward, finish, "
-    "started_s, finished_s, scored_s, drop_reason, trained_step"
-)
-_LEFT_ENGINE = (  # the first trajectory that did so since a moment
-    "SELECT t.rowid FROM transfers x JOIN trajectories t ON t.id = x.trajectory_id "
-    "WHERE x.at_s >= ? AND x.debit = 'in_flight' ORDER BY x.id LIMIT 1"
-)
+_SQL = Path(__file__).with_name("columns.sql").read_text(encoding="utf-8")
+_SPANS, _TRAJECTORIES, _LEFT_ENGINE = _SQL.split(";")
 
 
 @contextlib.contextmanager
@@ -73,13 +66,9 @@ def read_spans(
     since_s: float = -np.inf,
     newest: int = -1,
 ) -> Columns:
-    """Spans in the order they were booked, of one `stage` or of all; `newest` of them, if not -1."""
+    """Spans as they were booked, of one `stage` or of all; `newest` of them, if not -1."""
     by = "end_s" if since_s > -np.inf else "rowid"  # either way there is an index to go along
-    sql = (
-        f"SELECT {_SPAN} FROM spans WHERE rowid > ? AND end_s > ? AND stage = COALESCE(?, stage) "
-        f"ORDER BY {by} DESC LIMIT ?"
-    )
-    found = query(connection, sql, after_rowid, since_s, stage, newest)
+    found = query(connection, _SPANS.format(by=by), after_rowid, since_s, stage, newest)
     return found[np.argsort(found["rowid"], kind="stable")]
 
 
@@ -90,7 +79,7 @@ def read_trajectories(connection: sqlite3.Connection, *, since_s: float = 0.0, n
     if since_s > 0.0:  # a record is made with its first transfer, and those are in order of time
         left = one(connection, _LEFT_ENGINE, since_s)
         first = max(first, last + 1 if left is None else left)
-    return query(connection, f"SELECT {_TRAJECTORY} FROM trajectories WHERE rowid >= ? ORDER BY rowid", first)
+    return query(connection, _TRAJECTORIES, first)
 
 
 class RowColumns:
@@ -110,20 +99,17 @@ class RowColumns:
                 raise RunError(f"the ledger's rows are damaged: step {found[i][0]} cannot be read")
             parsed[i] = dict(zip(names, found[i], strict=False))
         self._rows: Sequence[Mapping[str, Any]] = parsed
-        self._columns: dict[str, Numbers] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def column(self, name: str) -> Numbers:
-        """One number of every row, by its name in `Row`; a stage's seconds are `stage_s.rollout` etc."""
-        if name not in self._columns:  # numpy makes None NaN, and the text "Infinity" a number
-            outer, _, inner = name.partition(".")
-            values = [row.get(outer) for row in self._rows]
-            if inner:
-                values = [value.get(inner) if value else None for value in values]
-            self._columns[name] = np.array(values, np.float64)
-        return self._columns[name]
+        """One number of every row, by its name in `Row`; `stage_s.rollout` etc. are seconds."""
+        outer, _, inner = name.partition(".")
+        values = [row.get(outer) for row in self._rows]
+        if inner:
+            values = [value.get(inner) if value else None for value in values]
+        return np.array(values, np.float64)  # None becomes NaN, and the text "Infinity" a number
 
     def stages(self, combine: Callable[[Numbers], Any]) -> StageTimes:
         """What `combine` makes of the seconds that each stage has in the rows."""
@@ -169,7 +155,7 @@ def overlaps(*parts: Intervals) -> tuple[Numbers, Numbers]:
     """The moments at which an interval begins or ends, in order, and how many last from each on."""
     starts, ends = (np.concatenate(side) for side in zip(*parts, strict=True))
     moments = np.concatenate([starts, ends])
-    order = np.argsort(moments, kind="stable")  # where one begins as another ends, the beginning is first
+    order = np.argsort(moments, kind="stable")  # beginnings come before ends at one moment
     return moments[order], np.cumsum(np.where(order < len(starts), 1.0, -1.0))
 
 

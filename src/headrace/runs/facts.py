@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any, Self
 from headrace.errors import HeadraceError, RunError
 from headrace.ledger.database import FILE_NAME
 from headrace.ledger.files import CHECKPOINTS, SETTINGS, SUMMARY, is_claimed, is_run, read_summary, run_config
-from headrace.runs.columns import one, reading
+from headrace.runs.columns import reading
 
+_BOOKED, _REWARDS = Path(__file__).with_name("facts.sql").read_text(encoding="utf-8").split(";")
 _WRITTEN = (FILE_NAME, f"{FILE_NAME}-wal", SETTINGS, SUMMARY)
 MOST_REWARDS = 40  # of a run's curve in a list
 
@@ -97,22 +98,17 @@ def read_run(run_dir: Path) -> RunFacts:
     state = RunState.RUNNING if is_claimed(run_dir) else RunState.STOPPED
     if summary.get("finished") is True:
         state = RunState.FINISHED
+    facts = RunFacts(path=run_dir, state=state, written=written)
     try:
         config = run_config(run_dir)
         booked = _booked(run_dir) if (run_dir / FILE_NAME).exists() else {}
     except HeadraceError as error:
-        return RunFacts(path=run_dir, state=RunState.UNREADABLE, written=written, problem=str(error))
+        return replace(facts, state=RunState.UNREADABLE, problem=str(error))
     if state is RunState.FINISHED:  # the summary has the scores of the run's own evaluations
         booked |= {name: summary.get(name) for name in ("score_before", "score_after")}
     steps = [path.name.removeprefix("step-") for path in (run_dir / CHECKPOINTS).glob("step-*/")]
-    return RunFacts(
-        path=run_dir,
-        state=state,
-        written=written,
-        wanted_steps=config.loop.steps,
-        checkpoints=tuple(sorted((int(step) for step in steps if step.isdecimal()), reverse=True)),
-        **booked,
-    )
+    newest_first = tuple(sorted((int(step) for step in steps if step.isdecimal()), reverse=True))
+    return replace(facts, wanted_steps=config.loop.steps, checkpoints=newest_first, **booked)
 
 
 def _changed_ns(path: Path) -> int:
@@ -122,20 +118,13 @@ def _changed_ns(path: Path) -> int:
 
 
 def _booked(run_dir: Path) -> dict[str, Any]:
-    queries = {
-        "steps": "SELECT COALESCE(MAX(step), 0) FROM rows",
-        "num_restarts": "SELECT COUNT(*) FROM restarts",
-        "trained_tokens": "SELECT tokens FROM accounts WHERE name = 'trained'",
-        "score_before": "SELECT value FROM meta WHERE key = 'run:before'",
-        "score_after": "SELECT score FROM rows WHERE score IS NOT NULL ORDER BY step DESC LIMIT 1",
-    }
     with reading(run_dir) as connection:
-        found = {name: one(connection, query) for name, query in queries.items()}
+        told = connection.execute(_BOOKED)
+        found = dict(zip((name for name, *_ in told.description), told.fetchone(), strict=True))
         # of some steps only: a list of runs must not take a look at all rows of each
         last_step, num = found["steps"], min(found["steps"], MOST_REWARDS)
         steps = [1 + i * (last_step - 1) // max(num - 1, 1) for i in range(num)]
-        query = f"SELECT reward_mean FROM rows WHERE step IN ({', '.join('?' * num)}) ORDER BY step"
-        rewards = [reward for (reward,) in connection.execute(query, steps)]
+        rewards = [reward for (reward,) in connection.execute(_REWARDS, (json.dumps(steps),))]
     known = tuple(r for r in rewards if isinstance(r, float) and math.isfinite(r))
     before = json.loads(found["score_before"] or "{}").get("score_before")
     return found | {"score_before": before, "rewards": known}

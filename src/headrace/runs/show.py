@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.numpy import load
@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from headrace.config import DEMOS
 from headrace.config_file import read_toml
 from headrace.errors import RunError
-from headrace.ledger.database import DROPPED
 from headrace.ledger.files import START, WEIGHTS, read_summary, run_config
 from headrace.ledger.journal import Restart, read_trajectories
 from headrace.ledger.ledger import Amount, Books, Ledger
@@ -29,20 +28,16 @@ from headrace.types import Span, Trajectory
 
 RUN_COLUMNS = ("run", "state", "steps", "held-out", "restarts", "trained", "written")
 ACCOUNT_COLUMNS = ("account", "tokens", "share", "answers", "mean length")
-DROP_WORDS, FINISH_WORDS, ACCOUNT_WORDS = read_toml(Path(__file__).with_name("words.toml")).values()
+HERE = Path(__file__)
+_WORDS = read_toml(HERE.with_name("words.toml")).values()
+DROP_WORDS, FINISH_WORDS, ACCOUNT_WORDS, FATE_WORDS, ATTEMPT_WORDS, ENDED_WORDS = _WORDS
+_SQL = HERE.with_name("show.sql").read_text(encoding="utf-8")
+_SCORED, _DETAILS, _MOVES, _NEWEST, _JOURNAL, _ATTEMPTS, _LIKE = _SQL.split(";")
 _SIMILAR = 5  # ids to suggest
 _SKIPPED = 20  # steps to name
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
 _ID = re.compile(r"(?P<serial>\d{1,15})(\.(?P<attempt>\d{1,9}))?:(?P<prompt_id>.+)/(?P<index>\d+)")
 _BROKEN = "\ufffd"  # stands for bytes that are no whole character
-_SCORED = (
-    "SELECT prompt_id, MIN(reward), MAX(reward) FROM trajectories WHERE rowid > ? AND rowid <= ? "
-    "AND reward IS NOT NULL GROUP BY serial, prompt_id ORDER BY serial"
-)
-_COLUMNS = (
-    "id, prompt_id, serial, attempt, num_tokens, reward, reward_parts, finish, spans, "
-    "submitted_s, started_s, finished_s, scored_s, state, drop_reason, lag, trained_step"
-)
 
 
 class Account:
@@ -64,16 +59,14 @@ class Account:
 
 
 class TrajectoryDetails:
-    """One trajectory, what became of it and when; for an unknown id the message has similar ones."""
+    """One trajectory, what became of it and when; an unknown id is answered with similar ones."""
 
     def __init__(self, run_dir: Path, id: str) -> None:
         with reading(run_dir) as connection:
-            query = f"SELECT {_COLUMNS} FROM trajectories WHERE id = ?"
-            found = connection.execute(query, (id,)).fetchone()
+            found = connection.execute(_DETAILS, (id,)).fetchone()
             if found is None:
                 raise UnknownNameError(_unknown(connection, run_dir, id))
-            query = "SELECT at_s, step, credit FROM transfers WHERE trajectory_id = ? ORDER BY id"
-            moves = connection.execute(query, (id,)).fetchall()
+            moves = connection.execute(_MOVES, (id,)).fetchall()
             try:  # its tokens are there only if it reached the buffer
                 self.whole = next(iter(read_trajectories(connection, "t.id = ?", (id,))), None)
             except (SafetensorError, KeyError, ValueError) as error:
@@ -90,9 +83,6 @@ class TrajectoryDetails:
         self.times_s = {name: at_s for name, at_s in moments.items() if at_s is not None}
         # trained in; of others the last complete one when it was dropped or buffered
         self.step: int = moves[-1][1] - 1 if trained_step is None else trained_step
-
-
-read_trajectory = TrajectoryDetails  # by the name that the walk has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +106,7 @@ class DataSet:
     """How the prompts stand, by the newest group of each. Every trajectory is read once."""
 
     _last: int = 0  # row that was read
-    _newest: dict[str, tuple[float, float]] = field(default_factory=dict)  # the lowest and highest reward
+    _newest: dict[str, tuple[float, float]] = field(default_factory=dict)  # lowest and highest
 
     def standing(self, run_dir: Path) -> str:
         with reading(run_dir) as connection:
@@ -135,18 +125,17 @@ class DataSet:
         return ", ".join(f"{num:,} {name}" for name, num in told.items())
 
 
-class TokenTexts:
+class TokenTexts(NamedTuple):
     """What token ids say, by a run's tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    tokenizer: Tokenizer
 
     def text(self, token_ids: Sequence[int]) -> str:
         """All of them together, end tokens and the like too."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text; of a part of a character, the token's name in the vocabulary."""
+        """What each token adds to the text; of a part of a character, its name in the vocabulary."""
         found, before = [], ""
         for position, token_id in enumerate(token_ids):
             # many tokenizers take the space off a text's first token: each is read behind another
@@ -154,7 +143,7 @@ class TokenTexts:
             if together.startswith(before) and _BROKEN not in together:
                 found.append(together[len(before) :])
             else:
-                found.append(str(self._tokenizer.id_to_token(token_id) or ""))
+                found.append(str(self.tokenizer.id_to_token(token_id) or ""))
             before = self.text([token_id])
         return found
 
@@ -211,12 +200,8 @@ def history(run_dir: Path, facts: RunFacts, skipped: Sequence[int], prompts: str
 
 
 def why_it_ended(facts: RunFacts, summary: Mapping[str, Any]) -> str:
-    if facts.state is RunState.RUNNING:
-        return "a process is training it"
-    if facts.state is RunState.FINISHED:
-        return str(summary.get("ended_early") or "all its steps are done")
-    unsaid = "its process ended without a word: it was killed, or the machine stopped"
-    return str(summary.get("stopped") or unsaid)  # written when training ends, however it does
+    said = {RunState.RUNNING: "", RunState.FINISHED: "ended_early"}.get(facts.state, "stopped")
+    return str(summary.get(said) or ENDED_WORDS[facts.state])  # which is written however it ends
 
 
 def restart_row(r: Restart) -> dict[str, str]:
@@ -244,13 +229,8 @@ def accounts(books: Books) -> list[Account]:
 
 def newest_ids(run_dir: Path) -> dict[str, str]:
     """The newest trajectory in each account that names any."""
-    query = (
-        "SELECT state, drop_reason, id FROM trajectories "
-        "WHERE rowid IN (SELECT MAX(rowid) FROM trajectories GROUP BY state, drop_reason)"
-    )
     with reading(run_dir) as connection:
-        found = connection.execute(query).fetchall()
-    return {f"{DROPPED}{reason}" if reason else state: id for state, reason, id in found}
+        return dict(connection.execute(_NEWEST))
 
 
 def why_dropped(reason: str) -> str:
@@ -261,9 +241,8 @@ def why_dropped(reason: str) -> str:
 
 def read_texts(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, str]:
     """What these trajectories say, as far as their tokens are kept and can be read."""
-    query = f"SELECT trajectory_id, data FROM journal WHERE trajectory_id IN ({', '.join('?' * len(ids))})"
     found = {}
-    for id, data in connection.execute(query, tuple(ids)):
+    for id, data in connection.execute(_JOURNAL, (json.dumps(ids),)):
         with contextlib.suppress(SafetensorError, KeyError, ValueError, TypeError):
             found[id] = load(data)["text"].tobytes().decode(errors="surrogatepass")
     return found
@@ -281,7 +260,7 @@ def token_texts(run_dir: Path) -> TokenTexts | None:
 
 
 def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
-    finish = found.finish or "not finished"
+    finish, why = found.finish or "not finished", why_dropped(found.drop_reason or "")
     if finish in FINISH_WORDS:
         finish = f"{finish}: {FINISH_WORDS[finish]}"
     reward = "none" if found.reward is None else f"{found.reward:g}"
@@ -290,7 +269,7 @@ def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
     sampled = [(span.version, count(span.end - span.start, "token")) for span in found.spans]
     versions = [f"version {version} sampled {tokens}" for version, tokens in sampled]
     return {
-        "fate": _fate(found),
+        "fate": FATE_WORDS[found.state].format(**vars(found), why=why),
         "prompt id": found.prompt_id,
         "group": group,
         "finish": f"{finish}, after {count(found.num_tokens, 'token')}",
@@ -313,15 +292,6 @@ def said(whole: Trajectory) -> dict[str, str]:
             found[f"reply to turn {number}, after {turn.environment_s:.2f} s"] = "\n".join(turn.replies)
     verdict = {"why there is no reward": whole.verdict_failure, "printed by the reward function": whole.verdict_output}
     return found | {title: text for title, text in verdict.items() if text}
-
-
-def _fate(found: TrajectoryDetails) -> str:
-    if found.state == "trained":
-        return f"trained on in step {found.step} with lag {found.lag}"
-    if found.state == "buffered":
-        return "complete and scored; waits in the buffer to be trained on"
-    dropped = f"dropped as {found.drop_reason} after step {found.step}, with lag {found.lag}"
-    return f"{dropped}: {why_dropped(str(found.drop_reason))}"
 
 
 def why_no_tokens(found: TrajectoryDetails) -> str:
@@ -354,17 +324,11 @@ def _unknown(connection: sqlite3.Connection, run_dir: Path, id: str) -> str:
     """Why there is nothing to show: it is under way, it was lost, or there never was any."""
     parts = _ID.fullmatch(id)
     serial, prompt_id = (int(parts["serial"]), parts["prompt_id"]) if parts else (None, id)
-    query = "SELECT number, state FROM attempts WHERE serial = ? AND prompt_id = ? ORDER BY number"
-    attempts = dict(connection.execute(query, (serial, prompt_id)))
+    attempts = dict(connection.execute(_ATTEMPTS, (serial, prompt_id)))
     state = attempts.get(int(parts["attempt"] or 1)) if parts else None
-    message = f"there is no trajectory {id} in {run_dir}"
-    if state == "open":
-        message = f"{id} is under way, or was when the run died: nothing of it is kept until it is complete"
-    elif state in ("redone", "crashed"):
-        after = "another attempt took its place" if state == "redone" else "its prompt was left out"
-        message = f"{id} was under way when the run died, and nothing of it is kept; {after}"
-    query = "SELECT id FROM trajectories WHERE serial = ? OR prompt_id = ? OR INSTR(id, ?) LIMIT ?"
-    narrowed = connection.execute(query, (serial, prompt_id, id, _SEARCHED)).fetchall()
+    words: str = ATTEMPT_WORDS.get(state, "there is no trajectory {id} in {run_dir}")
+    message = words.format(id=id, run_dir=run_dir)
+    narrowed = connection.execute(_LIKE, (serial, prompt_id, id, _SEARCHED)).fetchall()
     any_id = connection.execute("SELECT id FROM trajectories LIMIT ?", (_SEARCHED,)).fetchall()
     known = [found for (found,) in narrowed or any_id]
     similar = get_close_matches(id, known, n=_SIMILAR, cutoff=0.0)
