@@ -5,8 +5,6 @@ process and no file but the system's programs and Python's (read-only) and a dir
 Limits hold for time, memory, processes, disk and output. The worst it can do is a named failure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -119,7 +117,7 @@ def run(
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH_*
 _X32 = 0x40000000  # calls of x86_64's 32-bit cousin have this bit
-# Names, and numbers on x86_64 and on aarch64. Last: memory of no process, which no limit would count.
+# Names, numbers on x86_64 and on aarch64. Last: memory of no process, which no limit would count.
 _TABLE = Path(__file__).with_name("syscalls.txt").read_text().splitlines()
 REFUSED = {name: tuple(map(int, numbers)) for name, *numbers in map(str.split, _TABLE)}
 _CLONE, _CLONE3, _SOCKET, _SOCKETPAIR = (56, 220), (435, 435), (41, 198), (53, 199)
@@ -167,9 +165,6 @@ def syscall_filter(machine: str) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-# ---- the command line
-
-
 @contextlib.contextmanager
 def enclosed(
     argv: Sequence[str],
@@ -182,7 +177,7 @@ def enclosed(
     cwd: str = WORK,
     disk_mb: int = 64,
 ) -> Iterator[tuple[list[str], list[int]]]:
-    """The command that runs `argv` in a sandbox, and the files it must be started with (`pass_fds`).
+    """The command that runs `argv` in a sandbox, and the files to start it with (`pass_fds`).
 
     Start it with an empty environment and in a session of its own: killing that process group ends
     everything inside. `limits` are those of prlimit. `hidden` directories are empty inside,
@@ -289,11 +284,8 @@ def _file_with(stack: contextlib.ExitStack, content: bytes) -> int:
     return fd
 
 
-# ---- a program while it runs
-
-
 def _watch(process: subprocess.Popen[bytes], most_bytes: int, excess: Callable[[], str]) -> tuple[list[bytes], str]:
-    """Until it ends or exceeds a limit. Returns what it said, and the failure."""
+    """A program, until it ends or exceeds a limit. Returns what it said, and the failure."""
     failure = ""
     try:
         while process.returncode is None and not failure:

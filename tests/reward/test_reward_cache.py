@@ -70,8 +70,9 @@ async def test_an_exception_reaches_every_caller_and_is_forgotten() -> None:
     assert (await cache.fetch(completion(), judge)).reward == 1.0
 
 
-async def test_the_oldest_verdict_goes_first() -> None:
-    cache, judge = VerdictCache("f", max_verdicts=2), Judge(Score(reward=1.0))
+async def test_the_oldest_verdict_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.reward.scorer.MAX_VERDICTS", 2)
+    cache, judge = VerdictCache("f"), Judge(Score(reward=1.0))
     judge.go.set()
     for text in ("a", "b", "c", "c", "a"):
         await cache.fetch(completion(text), judge)

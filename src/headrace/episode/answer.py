@@ -84,7 +84,7 @@ def _tagged_calls(text: str, whole: str, pair: str, expected: str) -> Calls:
 
 
 def _separated_calls(text: str) -> Calls:
-    """NAME or a word stands before the separator; after it JSON, or NAME and JSON in a code block."""
+    """NAME or a word is before the separator; after it JSON, or NAME and JSON in a code block."""
     found = re.findall(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", text, re.DOTALL)
     if not found:
         raise ValueError("not valid: expected a name, <｜tool▁sep｜> and its arguments in JSON")

@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
 TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
-MARKS = range(0x12000, 0x12400)  # cuneiform: rare, and every filter of a template prints it as it is
+MARKS = range(0x12000, 0x12400)  # cuneiform: rare, and a template's filters print it as it is
 MOST_TAILS = 4096  # that are remembered
 HEADER_TOKENS = 64  # at the end of a prompt: what the template writes before an answer
 QUESTION = {"role": "user", "content": "What is it?"}
@@ -122,9 +122,8 @@ class Chat:
     ) -> list[int]:
         mark = _unused_character([*history, answer, *new], tools)
         show = partial(self._render, tools=tools, mark=mark)
-        stop = sampled[-1] if len(sampled) and sampled[-1] in self._stops else None
-        end = "" if stop is None else self._stops[stop]
-        said = self._decode(sampled if stop is None else sampled[:-1]) + end
+        end = self._stops.get(sampled[-1], "") if len(sampled) else ""
+        said = self._decode(sampled[:-1] if end else sampled) + end
         prompt, whole = show(history), show([*history, answer, *new])
         if whole.startswith(prompt + said):
             return self._encode_marked(whole[len(prompt + said) :], mark, after=end)
@@ -139,7 +138,7 @@ class Chat:
         at = next((match.start() for match in ends), -1)
         if at < 0 or alone[:at] != whole[:at]:
             raise self._rewrites("it changes the answer", new)
-        if stop is not None and not whole.startswith(end, at):
+        if not whole.startswith(end, at):
             raise self._rewrites(f"it does not end the answer with {end}, which was sampled", new)
         return self._encode_marked(whole[at + len(end) :], mark, after=end)
 
@@ -158,7 +157,7 @@ class Chat:
         return self._decode([id for id in sampled if id not in self._stops])
 
     def worked(self, history: Messages, chat: Messages, tools: Tools = None) -> Example:
-        """The tokens of a worked chat that goes on from `history`, and which of them are answers."""
+        """The tokens of a worked chat that follows `history`, and which of them are answers."""
         history, ids, learned = list(history), self.first(history, tools), list[bool]()
         answers = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
         for i, after in zip(answers, [*answers[1:], len(chat)], strict=True):
@@ -219,9 +218,8 @@ class Chat:
 
     def _said(self, history: Messages, answer: Message, tools: Tools, after: Messages = ()) -> str:
         """An answer as the template shows it, with its end, which may be the first token of the message `after` it."""
-        prompt = self._render(history, tools)
         alone = self._render([*history, answer], tools, generation=False)
-        said = alone[_num_shared(prompt, alone) :]
+        said = alone[_num_shared(self._render(history, tools), alone) :]
         if found := self._stop.search(said):
             return said[: found.end()]
         found = self._stop.search(self._render([*history, answer, *after], tools), len(alone)) if after else None
@@ -322,12 +320,11 @@ def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
 def _arguments(function: Mapping[str, Any], kind: type) -> Any:
     """A call's arguments as a mapping, or as JSON text; what is not JSON stays."""
     arguments = function.get("arguments") or {}
-    if kind is str:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments
+    if kind is str and not isinstance(arguments, str):
+        return json.dumps(arguments, ensure_ascii=False)
+    with suppress(ValueError):
+        return json.loads(arguments) if kind is dict and isinstance(arguments, str) else arguments
+    return arguments
 
 
 def _num_shared(a: str, b: str) -> int:

@@ -139,7 +139,7 @@ class Environment:
                     raise EpisodeFailedError(f"{problem}; {ADVICE}")
 
     async def end(self) -> dict[str, float]:
-        """The parts of the reward that it gives for the whole episode; none if it has no `reward`."""
+        """The parts of its reward for the whole episode; none if it has no `reward`."""
         reward = (await self._ask_again("score", None)).get("reward")
         parts = reward if isinstance(reward, dict) else {} if reward is None else {"environment": reward}
         if not all(isinstance(n, int | float) and math.isfinite(n) for n in parts.values()):

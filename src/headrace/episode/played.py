@@ -140,7 +140,7 @@ class PlayedEpisode:
     def _read(self, turn: Turn) -> ParsedAnswer:
         sampled, prompt = self.session.sampled_ids(turn), self.session.prompt_ids(turn)
         answer = self.player.desk.chat.parse(sampled.tolist(), prompt.tolist(), self._tools)
-        if turn.finish.cut and answer.tool_calls:  # else it would learn that it need not come to an end
+        if turn.finish.cut and answer.tool_calls:  # else it would learn that it need not end
             return ParsedAnswer(turn.text, answer.reasoning, (), "the answer was cut before its end")
         is_text = not self._tools and (answer.tool_calls or answer.error)  # nothing to call: it is what it says
         return ParsedAnswer(turn.text, answer.reasoning) if is_text else answer

@@ -49,7 +49,7 @@ class Desk:
     forget: Callable[[str], None]  # a session's cache
     now: Callable[[], float]
     span: Callable[[str], AbstractContextManager[None]]  # of a stage
-    on_turn: Callable[[int, Trajectory], None]  # a group's serial, and the episode with its newest turn
+    on_turn: Callable[[int, Trajectory], None]  # a group's serial, the episode with its newest turn
     refusal: Callable[[Sampling], str]  # why the engine cannot sample so; empty if it can
 
 

@@ -39,11 +39,10 @@ def agent_function(spec: str) -> RewardFunction:
                 task.cancel()
             return None
         going[command.episode] = asyncio.current_task()
-        given = command.given["task"], command.given["base_url"], command.given["api_key"]
         try:
             if inspect.iscoroutinefunction(run):
-                return await run(*given)
-            return await asyncio.get_running_loop().run_in_executor(threads, run, *given)
+                return await run(*command.given)
+            return await asyncio.get_running_loop().run_in_executor(threads, run, *command.given)
         finally:
             del going[command.episode]
 

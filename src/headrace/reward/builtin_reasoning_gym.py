@@ -20,7 +20,6 @@ def _scoring(task: str) -> Callable[[str, dict[str, Any]], Any]:
 
 
 def score(completion: Completion) -> float:
-    """The score that the prompt's reasoning-gym task gives."""
     try:
         task, entry = completion.fields["reasoning_gym_task"], completion.fields["entry"]
     except KeyError as error:

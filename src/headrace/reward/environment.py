@@ -78,7 +78,7 @@ def environment_function(spec: str) -> RewardFunction:
             return end.value
         raise TypeError("a method that is no coroutine returned something to wait for")
 
-    return RewardFunction(name=make.__name__, call=without_waiting, mode=Mode.SINGLE, read=_read)
+    return RewardFunction(name=make.__name__, call=without_waiting, read=_read)
 
 
 class LiveEnvironments:

@@ -51,7 +51,7 @@ class RewardFunction:
 
     name: str  # also the name of the reward part, if the function returns a plain number
     call: Callable[[Any], Any]
-    mode: Mode
+    mode: Mode = Mode.SINGLE
     read: Callable[[Any], Score] | None = None  # an environment's or agent's verdict; None: `read_verdict` does
 
     def invoke(self, completions: Sequence[Judged]) -> Any:
@@ -84,7 +84,7 @@ class RewardFunction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a function is loaded from: its name, and settings of built-in ones. Workers get it first."""
+    """What a function is loaded from; settings are of built-in ones. Workers get it first."""
 
     function: str  # 'exact', or 'rewards.py:score'
     answer_field: str = "answer"
@@ -115,8 +115,7 @@ def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> Re
         call = load_function(spec, "reward.function", RewardError)
         return RewardFunction(name=spec.rpartition(":")[2], call=call, mode=_mode(call, spec))
     if spec in BUILTIN_NAMES:
-        call = builtin_function(spec, answer_field, pattern)
-        return RewardFunction(name=spec, call=call, mode=Mode.SINGLE)
+        return RewardFunction(name=spec, call=builtin_function(spec, answer_field, pattern))
     near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise RewardError(
@@ -171,8 +170,7 @@ def filter_function(spec: str) -> RewardFunction:
     keep = load_function(spec, "buffer.filters", ConfigError)
     if inspect.iscoroutinefunction(keep):
         raise ConfigError(f"buffer.filters: '{spec}' is an async function; a filter must be an ordinary one")
-    name = spec.rpartition(":")[2]
-    return RewardFunction(name=name, call=lambda group: bool(keep(group)), mode=Mode.SINGLE)
+    return RewardFunction(name=spec.rpartition(":")[2], call=lambda group: bool(keep(group)))
 
 
 def read_verdict(verdict: Any, name: str) -> Score:
@@ -251,9 +249,6 @@ def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
         return Mode.BATCH
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004
     return Mode.ASYNC if is_async else Mode.SINGLE
-
-
-# ---- built-in functions
 
 
 def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:

@@ -161,7 +161,7 @@ class JudgeProcess:
         """What was printed for the verdict that came in. Coroutines print side by side: nobody knows for which."""
         if self.mode is Mode.ASYNC:
             return ""
-        if self._said is None or self.mode is Mode.SINGLE:  # the verdicts of a batch come from one call
+        if self._said is None or self.mode is Mode.SINGLE:  # a batch's verdicts come from one call
             self._said = self.printed.take()
         return self._said
 
@@ -269,13 +269,10 @@ class JudgePool:
 
     async def start(self) -> None:
         self._workers = [JudgeProcess(self._setup) for _ in range(self._num_workers)]
-        starting = [asyncio.create_task(worker.prepare()) for worker in self._workers]
+        self._servers = [asyncio.create_task(worker.prepare()) for worker in self._workers]
         try:
-            await asyncio.gather(*starting)
+            await asyncio.gather(*self._servers)
         except BaseException:
-            for task in starting:
-                task.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
             await self.close()
             raise
         self._broken = None
@@ -322,23 +319,19 @@ class JudgePool:
 
     def _take(self, worker: JudgeProcess) -> list[Job]:
         """The next jobs for this worker, leaving a share of the queue to the other workers."""
-        if not worker.takes_more():
-            return []
-        mode, going = worker.mode, worker.going
+        mode, num_going = worker.mode, len(worker.going)
         plays = mode is Mode.ASYNC and self._setup.setting.startswith("episode.")
-        num_wanted = min((MAX_PLAYING if plays else MAX_GOING[mode]) - len(going), len(self._queue))
+        num_wanted = (MAX_PLAYING if plays else MAX_GOING[mode]) - num_going if worker.takes_more() else 0
         if mode is not Mode.BATCH and self._num_workers > 1:
             num_wanted = min(num_wanted, 1 + len(self._queue) // (2 * self._num_workers))
         jobs: list[Job] = []
         while self._queue and len(jobs) < num_wanted:
-            alone = self._queue[0].suspect
-            if alone and (jobs or going):
+            if self._queue[0].suspect and (jobs or num_going):
                 break
             job = self._queue.popleft()
             if not job.done.done():  # the caller may have been cancelled
                 jobs.append(job)
-            if alone and jobs:
-                break
+                num_wanted = 1 if job.suspect else num_wanted
         return jobs
 
     async def _judge(self, worker: JudgeProcess) -> bool:

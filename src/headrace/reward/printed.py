@@ -31,7 +31,6 @@ class _Stream:
         asyncio.get_running_loop().add_reader(pipe, self.read)
 
     def read(self) -> None:
-        """Read what has arrived."""
         for _ in range(MAX_READS):
             data = None if self.pipe.closed else self.pipe.read(READ_BYTES)
             if data is None:

@@ -136,7 +136,7 @@ class Scorer:
         # an answer that ran out of time is as overlong as one that ran out of tokens
         ran_out = completion.finish == FinishReason.WALL
         num_tokens = self._max_new_tokens if ran_out else completion.num_tokens
-        soft = self._section.overlong_tokens  # DAPO's punishment: linear to -1 over the last of these
+        soft = self._section.overlong_tokens  # DAPO's punishment: linear to -1 over these
         taken = -min(max(num_tokens + soft - self._max_new_tokens, 0) / soft, 1.0)
         parts = {**score.parts, "overlong": score.parts.get("overlong", 0.0) + taken}
         return replace(score, reward=score.reward + taken, parts=parts)
@@ -167,8 +167,7 @@ class InlineJudges:
     it, one that blocks delays this event loop. `timeout_s` limits coroutines. Nothing is retried.
     """
 
-    num_retried = 0
-    num_workers_replaced = 0
+    num_retried = num_workers_replaced = 0
 
     def __init__(self, setup: Setup, function: Callable[[Any], Any] | None = None) -> None:
         self._setup, self._own = setup, function
@@ -194,7 +193,6 @@ class VerdictCache:
 
     identity: str  # of the function and its settings
     on_verdict: Callable[[bytes, Score], None] = lambda key, score: None
-    max_verdicts: int = MAX_VERDICTS
     verdicts: dict[bytes, Score] = field(default_factory=dict, init=False)  # by key
     _running: dict[bytes, asyncio.Task[Score]] = field(default_factory=dict, init=False)
 
@@ -225,7 +223,7 @@ class VerdictCache:
             if score.failure is None:
                 self.verdicts[key] = replace(score, output="", seconds=0.0)  # of this call, and of no other answer
                 self.on_verdict(key, score)
-                if len(self.verdicts) > self.max_verdicts:
+                if len(self.verdicts) > MAX_VERDICTS:
                     del self.verdicts[next(iter(self.verdicts))]
             return score
         finally:

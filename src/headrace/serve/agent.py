@@ -16,6 +16,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from subprocess import DEVNULL, PIPE, Popen
 from tempfile import TemporaryFile
 from typing import Any
@@ -41,13 +42,7 @@ MOST_DETAIL = 1500  # characters of what a command complained of
 GRACE_S = 2.0  # for an agent that has reached a limit to end by itself
 # Runs beside commands. Once this process has died, it ends all that have a key of the run in their environment.
 GUARD = 'cat; for i in 1 2 3; do kill -9 $(grep -ls "$0" /proc/[0-9]*/environ | cut -d/ -f3); sleep 1; done'
-
-
-class AgentFailedError(EpisodeFailedError):
-    """An agent that ended without a reward."""
-
-    def __init__(self, detail: str, reason: DropReason = DropReason.AGENT_ERROR) -> None:
-        super().__init__(detail, reason)
+agent_failed = partial(EpisodeFailedError, reason=DropReason.AGENT_ERROR)  # without a reward
 
 
 class Agents:
@@ -105,10 +100,10 @@ class Agents:
         section, key = self._section, f"{self._mark}-{secrets.token_urlsafe(24)}"
         conversation = Conversation(session, max_turns=section.max_turns, max_tokens=section.max_tokens)
         self._front.admit(key, conversation)
-        reward: Parts | AgentFailedError | None = None
+        reward: Parts | EpisodeFailedError | None = None
         try:
             reward = await session.unless_aborted(self._run(conversation, key))
-        except AgentFailedError as failed:
+        except EpisodeFailedError as failed:
             reward = failed
         except asyncio.CancelledError:  # nobody hears the engines any more
             conversation.give_up()
@@ -127,7 +122,7 @@ class Agents:
         prompt = conversation.session.order.prompt
         fields = {name: value for name, value in prompt.fields.items() if name != "worked"}
         task = {**fields, "id": prompt.id, "prompt": prompt.text, "messages": list(prompt.messages)}
-        if self._section.agent == "remote":
+        if self._key:
             await self._front.offer({"id": conversation.id, "task": task, "api_key": key})
             return await self._watched(conversation, conversation.reward)
         async with self._slots:
@@ -139,7 +134,7 @@ class Agents:
                 await asyncio.wait([launched])
 
     async def _watched(self, conversation: Conversation, ending: asyncio.Future[Any]) -> Parts | None:
-        """What the agent ends with. It is ended if it takes too long, or asks for nothing any more."""
+        """What the agent ends with. It is ended if it takes too long, or asks for nothing."""
         now, limit_s, patience_s = self.desk.now, self._section.max_s, self._section.timeout_s
         conversation.idle()
         began_s = now()
@@ -152,34 +147,31 @@ class Agents:
                 return ending.result() if ending.done() else None
             if idle_s >= patience_s:
                 detail = f"the agent neither asked for anything nor ended in {patience_s:g} s (episode.timeout_s)"
-                remote = self._section.agent == "remote"
-                raise AgentFailedError(detail, DropReason.ABANDONED if remote else DropReason.AGENT_ERROR)
+                raise EpisodeFailedError(detail, DropReason.ABANDONED if self._key else DropReason.AGENT_ERROR)
             await asyncio.wait([ending], timeout=min(left_s, patience_s - idle_s) + 0.01)
         return ending.result()  # type: ignore[no-any-return]
 
-    def _outcome(self, conversation: Conversation, reward: Parts | AgentFailedError | None) -> Outcome:
+    def _outcome(self, conversation: Conversation, reward: Parts | EpisodeFailedError | None) -> Outcome:
         session, follows = conversation.session, self._reward_follows
         if conversation.unclaimed:
-            detail = "the agent was run again after a restart, and did not ask what it had asked before"
-            reward = AgentFailedError(detail)
-        elif not session.trajectory.turns:
-            reward = reward if isinstance(reward, AgentFailedError) else AgentFailedError("it asked for nothing")
-        elif conversation.ended_by and not isinstance(reward, dict):  # by the policy: an end with a reward
-            reward = {} if follows else {"agent": 0.0}
-        elif reward is None and not follows:
-            reward = AgentFailedError(
+            raise agent_failed("the agent was run again after a restart, and did not ask what it had asked before")
+        if session.trajectory.turns and conversation.ended_by and not isinstance(reward, dict):
+            reward = {} if follows else {"agent": 0.0}  # by the policy: an end with a reward
+        if isinstance(reward, EpisodeFailedError):
+            raise reward
+        if not session.trajectory.turns:
+            raise agent_failed("it asked for nothing")
+        if reward is None and not follows:
+            raise agent_failed(
                 'the agent ended without a reward: return one, print it as the last line ({"reward": 1.0}), '
                 "report it to /episodes/ID/reward, or set reward.function"
             )
-        if isinstance(reward, AgentFailedError):
-            raise reward
         return session.outcome(reward or {}, reward_follows=follows)
 
     async def _launch(self, id: str, task: Mapping[str, Any], key: str) -> Parts | None:
         if not self._hosts:
             return await run_command(self._section.agent, task, self._front.base_url, key)
-        given = {"task": dict(task), "base_url": self._front.base_url, "api_key": key}
-        host = next(self._next)
+        given, host = (task, self._front.base_url, key), next(self._next)
         try:
             score = await host.run(Command(episode=id, do="agent", given=given))
         except asyncio.CancelledError:  # it is given up: its place is another's
@@ -187,7 +179,7 @@ class Agents:
                 await asyncio.wait_for(host.run(Command(episode=id, do="cancel")), GRACE_S)
             raise
         if score.failure is not None:
-            raise AgentFailedError(score.detail)
+            raise agent_failed(score.detail)
         return dict(score.parts) or None
 
     async def worked(self, prompt: Prompt, chat: Sequence[Message]) -> Example:
@@ -226,7 +218,7 @@ async def run_command(command: str, task: Mapping[str, Any], base_url: str, key:
             file.seek(max(0, file.seek(0, os.SEEK_END) - KEPT_BYTES))
         printed, complaints = (file.read(KEPT_BYTES).decode(errors="replace").strip() for file in (out, err))
     if process.returncode:
-        raise AgentFailedError(f"the command ended with {process.returncode}: {complaints[-MOST_DETAIL:]}")
+        raise agent_failed(f"the command ended with {process.returncode}: {complaints[-MOST_DETAIL:]}")
     with suppress(ValueError):
         return parts_of(json.loads(printed.rpartition("\n")[2]))
     return None

@@ -59,7 +59,7 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _item(given: dict[str, Any]) -> dict[str, Any]:
-    """An item of a response's input: a message, or a part of an answer under the id that we gave it."""
+    """An item of a response's input: a message, or a part of an answer under the id we gave it."""
     kind, id = given.get("type") or "message", {"id": str(given["id"])} if given.get("id") else {}
     match kind:
         case "message":
@@ -75,10 +75,6 @@ def _item(given: dict[str, Any]) -> dict[str, Any]:
             text = content_text({"content": given.get("output")})
             return {"role": "tool", "content": text, "tool_call_id": str(given.get("call_id"))}
     raise ValueError(f"is of a type that is not supported: {kind}")
-
-
-def _items(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 def _joined(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -145,17 +141,15 @@ def _temperature(given: float) -> float:
     return given
 
 
-def _texts(given: Any) -> Any:
-    return tuple(given) if isinstance(given, list) else (given,)
-
-
 Message = Annotated[dict[str, Any], AfterValidator(_message)]
 Item = Annotated[dict[str, Any], AfterValidator(_item)]
-Items = Annotated[list[Item], BeforeValidator(_items), AfterValidator(_joined)]
+OneText = BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given)
+Items = Annotated[list[Item], OneText, AfterValidator(_joined)]
 Tool = Annotated[dict[str, Any], AfterValidator(_tool)]
 Schema = Annotated[Any, BeforeValidator(_schema)]
 Flag = Annotated[bool, BeforeValidator(bool)]
-Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_texts)]
+Listed = BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else (given,))
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 CHOICE = AliasPath("tool_choice")
 LIMIT = AliasChoices("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -192,8 +186,7 @@ class Ask(BaseModel, strict=True, frozen=True):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in SAMPLING}
-        return {name: value for name, value in found.items() if value not in (None, ())}
+        return {name: value for name in SAMPLING if (value := getattr(self, name)) not in (None, ())}
 
     @classmethod
     def read(cls, body: dict[str, Any]) -> Self:

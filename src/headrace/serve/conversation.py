@@ -127,7 +127,7 @@ class Conversation:
         return task
 
     def knows(self, ask: Ask, *, is_retry: bool) -> bool:
-        """Whether the request goes on here. An equal one is another conversation, if it is no retry."""
+        """Whether the request goes on here. An equal one that is no retry begins another."""
         if ask.previous or (is_retry and ask.digest in self._asked):
             return ask.previous in self._nodes or not ask.previous
         whole = self._whole(ask)
@@ -216,7 +216,7 @@ class Conversation:
                 if found:
                     node, new, before = found[0], [], []
                     continue
-                if node.ids & ids:  # a client may put a call's result between two calls of one answer
+                if node.ids & ids:  # a client may put a result between two calls of one answer
                     continue
             new.append(message)
             before.append(said)

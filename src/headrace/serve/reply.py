@@ -54,9 +54,6 @@ def _prompt_ids(ask: Ask, answers: Sequence[Answered]) -> Json:
     return {"prompt_token_ids": answers[0].prompt_ids.tolist()} if ask.with_token_ids else {}
 
 
-# ---- chat completions
-
-
 def chat(ask: Ask, answers: Sequence[Answered], model: str) -> Json:
     def said(answered: Answered) -> Json:
         content = answered.answer.content or (None if answered.answer.tool_calls else "")
@@ -89,9 +86,6 @@ def _end(ask: Ask, answers: Sequence[Answered], known: Json) -> Iterator[str]:
     if ask.with_usage:
         yield event(known | {"choices": [], "usage": _usage(answers)})
     yield event("[DONE]")
-
-
-# ---- responses
 
 
 def response(ask: Ask, answers: Sequence[Answered], model: str) -> Json:
@@ -159,9 +153,6 @@ def response_events(ask: Ask, answers: Sequence[Answered], model: str) -> Iterat
             yield say("function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
         yield say("output_item.done", output_index=i, item=item)
     yield say(whole["status"], response=whole)
-
-
-# ---- texts and tokens
 
 
 def completion(ask: Ask, answers: Sequence[Answered], model: str) -> Json:
