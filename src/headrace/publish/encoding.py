@@ -99,7 +99,7 @@ class Encoder:
         writer = BucketWriter(self._bucket_bytes)
         for name, tensor in tensors:
             if self.takes(name):
-                writer.write(name, tensor, flat_bytes(tensor.contiguous()))
+                writer.write(name, tensor, bits(tensor.contiguous(), torch.uint8))
         return writer.payload(version, None, encoding)
 
     def _delta(self, version: int, tensors: Named) -> Payload:
@@ -145,7 +145,7 @@ def decoded(payload: Payload, live: Mapping[str, Tensor], held: int | None) -> I
             where = places.to(target.device)
             yield partial(flat.index_put_, (where,), flat[where] + changes.to(target.device))
         else:
-            room = flat_bytes(target)
+            room = bits(target, torch.uint8)
             for piece in payload.pieces(start, spec.num_bytes):
                 yield partial(room[: len(piece)].copy_, piece)
                 room = room[len(piece) :]
@@ -274,11 +274,6 @@ def new_bucket(num_bytes: int, device: torch.device = CPU) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as a flat tensor of uint8 (a view)."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
 def checksum(bucket: Tensor) -> int:
     """A 64-bit checksum, equal on all devices. Detects any changed word and nearly any swap.
 
@@ -330,9 +325,9 @@ _GROUP = 7
 _MORE = 1 << _GROUP
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The memory of a contiguous tensor as a flat tensor of integers (a view)."""
-    return tensor.detach().view(-1).view(_BITS[tensor.element_size()])
+    return tensor.detach().view(-1).view(dtype or _BITS[tensor.element_size()])
 
 
 def code_places(places: Tensor) -> Tensor:
