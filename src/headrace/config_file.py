@@ -337,10 +337,8 @@ def _annotation_text(annotation: Any) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        # JSON's escapes are TOML's too, except that TOML also wants DEL escaped.
+    if isinstance(value, bool | str):
+        # JSON's words and escapes are TOML's too, except that TOML also wants DEL escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml_value, value)) + "]"

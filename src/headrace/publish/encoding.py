@@ -71,8 +71,8 @@ class Encoder:
             return self._delta(version, tensors)
         if self.kind is EncodingKind.DELTA:
             self._held = {name: t.detach().to(CPU, copy=True).contiguous() for name, t in tensors}
-            return self._full(version, self._held.items())
-        payload = self._full(version, tensors, self.kind)
+            tensors = self._held.items()
+        payload = self._full(version, tensors)
         if self.kind is EncodingKind.ADAPTER and not payload.manifest.tensors:
             raise PublishError(f"there is no adapter to publish: no tensor's name contains '{ADAPTER_MARK}'")
         return payload
@@ -95,12 +95,12 @@ class Encoder:
         assert self.version is not None, "nothing was committed"
         return self._full(self.version, self._held.items())
 
-    def _full(self, version: int, tensors: Named, encoding: EncodingKind = EncodingKind.FULL) -> Payload:
-        writer = BucketWriter(self._bucket_bytes)
+    def _full(self, version: int, tensors: Named) -> Payload:
+        writer, is_adapter = BucketWriter(self._bucket_bytes), self.kind is EncodingKind.ADAPTER
         for name, tensor in tensors:
             if self.takes(name):
                 writer.write(name, tensor, bits(tensor.contiguous(), torch.uint8))
-        return writer.payload(version, None, encoding)
+        return writer.payload(version, None, EncodingKind.ADAPTER if is_adapter else EncodingKind.FULL)
 
     def _delta(self, version: int, tensors: Named) -> Payload:
         writer, changes = BucketWriter(self._bucket_bytes), Changes()
@@ -173,9 +173,9 @@ def _check(manifest: Manifest, live: Mapping[str, Tensor], held: int | None) -> 
             raise PublishError(f"{sent}, and the receiver's is {dtype} {list(shape)}")
         if not target.is_contiguous():
             raise PublishError(f"{where}: the receiver's '{spec.name}' is not contiguous in memory")
-        size = target.numel() * target.element_size()
-        if manifest.encoding != EncodingKind.DELTA and spec.num_bytes != size:
-            raise PublishError(f"{where}: '{spec.name}' has {spec.num_bytes:,} bytes in place of {size:,}")
+        if manifest.encoding != EncodingKind.DELTA and spec.num_bytes != target.nbytes:
+            has = f"{spec.num_bytes:,} bytes in place of {target.nbytes:,}"
+            raise PublishError(f"{where}: '{spec.name}' has {has}")
 
 
 # ---- the payload
