@@ -317,12 +317,11 @@ async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float
     ledger = loop.stages.ledger
     if "before" in (known := ledger.remembered()):
         return json.loads(known["before"])  # type: ignore[no-any-return]
-    found: dict[str, float | None] = {"score_before": None, "mismatch_before": None}
-    if loop.version == 0:
-        watcher.phase("evaluation before")
-        score = await _score(place)
-        found = {"score_before": score, "mismatch_before": await _self_check(place, watcher)}
-        ledger.remember("before", json.dumps(found))
+    if loop.version:
+        return {"score_before": None, "mismatch_before": None}
+    watcher.phase("evaluation before")
+    found = {"score_before": await _score(place), "mismatch_before": await _self_check(place, watcher)}
+    ledger.remember("before", json.dumps(found))
     return found
 
 

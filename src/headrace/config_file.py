@@ -5,8 +5,10 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -18,11 +20,10 @@ from headrace.errors import ConfigError
 from headrace.user_code import names_file, names_function
 
 COMMAND_LINE = "command line"
-NAME_CODE = (
-    *BUILT_IN,
-    *("prompts.source", "prompts.eval_source", "reward.function", "episode.environment", "episode.agent"),
-)
-NAME_FILES = (*NAME_CODE, "model.path", "model.tokenizer", "learner.teacher")
+NAME_FUNCTIONS = (*BUILT_IN, "reward.function", "episode.environment", "episode.agent")
+NAME_SOURCES = ("prompts.source", "prompts.eval_source")  # a file, or a function
+NAME_MODELS = ("model.path", "model.tokenizer", "learner.teacher")
+NAME_FILES = (*NAME_FUNCTIONS, *NAME_SOURCES, *NAME_MODELS)
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
 Given = tuple[Any, str]  # a value somebody wrote, and where
@@ -81,35 +82,26 @@ def rooted(config: Config) -> Config:
 
     What is no path of an existing file stays as it is, such as 'demo' or a dotted module's name.
     """
-    model, prompts, run, episode = config.model, config.prompts, config.run, config.episode
-    agent = _absolute_function(episode.agent) if names_function(episode.agent) else episode.agent
-    return config.but(
-        model={"path": _absolute(model.path), "tokenizer": _absolute(model.tokenizer)},
-        prompts={key: _absolute_source(getattr(prompts, key)) for key in ("source", "eval_source")}
-        | {"select": _absolute_function(prompts.select)},
-        run={"dir": run.dir and os.path.abspath(run.dir)},
-        reward={"function": _absolute_function(config.reward.function)},
-        learner={key: _absolute_function(getattr(config.learner, key)) for key in ("advantage", "loss")}
-        | {"teacher": _absolute(config.learner.teacher)},
-        episode={"environment": _absolute_function(episode.environment), "agent": agent},
-        buffer={"filters": tuple(map(_absolute_function, config.buffer.filters))},
-    )
+    changes: dict[str, dict[str, Any]] = {
+        "run": {"dir": config.run.dir and os.path.abspath(config.run.dir)},
+        "buffer": {"filters": tuple(_absolute("buffer.filters", spec) for spec in config.buffer.filters)},
+    }
+    for key in NAME_FILES:
+        section, _, name = key.partition(".")
+        changes.setdefault(section, {})[name] = _absolute(key, attrgetter(key)(config))
+    return config.but(**changes)
 
 
-def _absolute(path: str) -> str:
-    is_name = path in ("", "arithmetic", *DEMOS)  # even where a file has that name
-    return path if is_name or not os.path.exists(path) else os.path.abspath(path)
-
-
-def _absolute_source(spec: str) -> str:
-    return _absolute_function(spec) if names_file(spec.rpartition(":")[0]) else _absolute(spec)
-
-
-def _absolute_function(spec: str) -> str:
-    """Also of a module that is a file here, unless an installed one has its name."""
+def _absolute(key: str, spec: str) -> str:
+    """Also of a function in a module that is a file here, unless an installed one has its name."""
     place, colon, name = spec.rpartition(":")
-    if names_file(place):
+    if key == "episode.agent" and not names_function(spec):
+        return spec
+    if names_file(place) and key not in NAME_MODELS:
         return f"{os.path.abspath(os.path.expanduser(place))}:{name}"
+    if key in (*NAME_SOURCES, *NAME_MODELS):
+        is_name = spec in ("", "arithmetic", *DEMOS)  # even where a file has that name
+        return spec if is_name or not os.path.exists(spec) else os.path.abspath(spec)
     file = os.path.abspath(f"{place}.py")
     if not colon or not place.isidentifier() or not os.path.isfile(file):
         return spec
@@ -182,7 +174,8 @@ def _beside(path: Path, key: str, value: Any) -> Any:
     """A file that a setting names is searched here, then beside the settings."""
     if key not in NAME_FILES or not isinstance(value, str):
         return value
-    file, colon, name = value.rpartition(":") if key in NAME_CODE and ":" in value else (value, "", "")
+    names_code = key not in NAME_MODELS and ":" in value
+    file, colon, name = value.rpartition(":") if names_code else (value, "", "")
     found = path.parent / file
     wanted = file and not os.path.exists(os.path.expanduser(file)) and found.is_file()
     return f"{found}{colon}{name}" if wanted else value
@@ -230,20 +223,24 @@ def _validate(given: Mapping[str, Given], file_is_whole: bool) -> tuple[Config |
     """The config, or what is wrong: first with each value alone, then with their combination."""
     bools = [key for key, field in SETTINGS.items() if field.annotation is bool]
     # Pydantic would take true for 1.
-    wrong = {key: "" for key, (value, _) in given.items() if isinstance(value, bool) and key not in bools}
+    flags = [key for key, (value, _) in given.items() if isinstance(value, bool)]
+    wrong = dict.fromkeys(key for key in flags if key not in bools)
     config, errors = _build(given, wrong)
-    wrong |= {".".join(map(str, loc[:2])): message for loc, message in errors if loc}
+    wrong |= dict.fromkeys(".".join(loc[:2]) for loc, _ in errors if loc)
     if wrong and not any(not loc for loc, _ in errors):
         # Contradictions are found only if each value is valid: leave the others at their defaults.
         config, errors = _build(given, wrong)
-    problems = [_wrong(key, message, given) for key, message in wrong.items()]
+    problems = [
+        f"{key}: expected {_type_text(field, value)}; got {_toml_value(value)} ({place})"
+        for key, field, (value, place) in ((key, SETTINGS[key], given[key]) for key in wrong)
+    ]
     if file_is_whole:
         lines = [line for loc, message in errors if not loc for line in message.splitlines()]
         problems += [line for line in lines if not any(key in line for key in wrong)]
     return config, problems
 
 
-def _build(given: Mapping[str, Given], without: Mapping[str, str]) -> tuple[Config | None, list[tuple[Any, str]]]:
+def _build(given: Mapping[str, Given], without: Collection[str]) -> tuple[Config | None, list[tuple[Any, str]]]:
     tree: dict[str, dict[str, Any]] = {}
     for dotted, (value, _) in given.items():
         if dotted not in without:
@@ -255,14 +252,6 @@ def _build(given: Mapping[str, Given], without: Mapping[str, str]) -> tuple[Conf
         # Of our own validators the message as it stands, without pydantic's "Value error, ".
         errors = error.errors(include_url=False)
         return None, [(e["loc"], str(e.get("ctx", {}).get("error", e["msg"]))) for e in errors]
-
-
-def _wrong(key: str, message: str, given: Mapping[str, Given]) -> str:
-    field = SETTINGS.get(key)
-    if field is None or key not in given:
-        return f"{key}: {message}"
-    value, place = given[key]
-    return f"{key}: expected {_type_text(field, value)}; got {_toml_value(value)} ({place})"
 
 
 # Suggesting
@@ -300,21 +289,14 @@ def _nearest(key: str) -> str:
 
 
 def did_you_mean(missing: str) -> str:
-    """`; did you mean 'that path'?`, of the existing path that is most like the missing one."""
-    near = _nearest_path(Path(missing))
-    return f"; did you mean '{near}'?" if near else ""
-
-
-def _nearest_path(missing: Path) -> Path | None:
-    """Each part of the path may be mistyped."""
-    if missing.parent == missing:
-        return None
-    parent = missing.parent if os.path.isdir(missing.parent) else _nearest_path(missing.parent)
-    try:
-        close = get_close_matches(missing.name, os.listdir(parent), n=1) if parent else []
-    except OSError:  # not a directory, or not ours to read
-        return None
-    return parent / close[0] if parent and close else None
+    """`; did you mean 'that path'?`, of an existing one. Each part of the path may be mistyped."""
+    near = Path()
+    with suppress(OSError, IndexError):  # not a directory, not ours to read, or nothing in it is similar
+        for part in Path(missing).parts:
+            is_known = os.path.isdir(near / part)
+            near /= part if is_known else get_close_matches(part, os.listdir(near), n=1)[0]
+        return f"; did you mean '{near}'?" if missing else ""
+    return ""
 
 
 def _similarity(one: str, other: str) -> float:
@@ -355,10 +337,8 @@ def _annotation_text(annotation: Any) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        # JSON's escapes are TOML's too, except that TOML also wants DEL escaped.
+    if isinstance(value, bool | str):
+        # JSON's words and escapes are TOML's too, except that TOML also wants DEL escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml_value, value)) + "]"

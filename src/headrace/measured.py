@@ -145,7 +145,7 @@ class PublishTimes:
         return self.gather_s + self.cast_s + self.encode_s + self.transfer_s + self.apply_s
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class RowMetric:
     """What one number of `Row` is.
 
@@ -160,8 +160,7 @@ class RowMetric:
 
 
 def _metric(label: str, help: str, unit: str = "", over: Any = "mean", exported: str = "", **default: Any) -> Any:
-    metric = RowMetric(label=label, help=help, unit=unit, over=over, exported=exported)
-    return field(**default, metadata={"metric": metric})
+    return field(**default, metadata={"metric": RowMetric(label, help, unit, over, exported)})
 
 
 def _total(label: str, help: str, unit: str = "", exported: str = "") -> Any:

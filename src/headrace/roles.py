@@ -266,6 +266,7 @@ class SendingEnd(Protocol):
 
     def expect(self, nodes: Sequence[str]) -> None:
         """The node of every receiver from now on, one entry each. Earlier tickets are void."""
+        return  # unless the transport must know
 
     def stage(self, payload: Payload) -> None:
         """Make a payload ready to be fetched, until `forget`."""
@@ -275,6 +276,7 @@ class SendingEnd(Protocol):
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
         """The sender's part while receivers fetch, if there is one."""
+        return
 
     def forget(self, version: int) -> None:
         """Nobody will fetch the version any more."""

@@ -38,7 +38,10 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
         raise error(f"{setting}: there is no file {path.absolute()}")
     try:
         # a console script does not search the working directory by itself
-        _search_also(Path.cwd() if path is None else path.resolve().parent)
+        folder = str(Path.cwd() if path is None else path.resolve().parent)
+        if folder not in sys.path:
+            sys.path.append(folder)
+            _LOADED_FROM.add(os.path.realpath(folder))
         module = importlib.import_module(place) if path is None else _load_file(path.resolve())
     except (Exception, SystemExit) as wrong:  # importing runs the user's code
         told = f"'{place}' cannot be imported:\n{short_traceback(wrong)}"
@@ -169,9 +172,3 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _search_also(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-        _LOADED_FROM.add(os.path.realpath(folder))

@@ -56,11 +56,10 @@ def _new_run_dir(runs: Path) -> Path:
     name, number = f"{datetime.now():%Y%m%d-%H%M%S}", 1
     while True:
         run_dir = runs / (name if number == 1 else f"{name}-{number}")
-        try:
+        with contextlib.suppress(FileExistsError):
             run_dir.mkdir()
             return run_dir
-        except FileExistsError:
-            number += 1
+        number += 1
 
 
 def _set_aside(run_dir: Path, config: Config) -> None:

@@ -18,6 +18,7 @@ from safetensors.numpy import load, save
 from headrace.measured import Row, StageTimes
 from headrace.types import FinishReason, Replay, Segment, Span, Timing, Trajectory, Turn
 
+_ARRAYS = ("token_ids", "sampled", "logprobs")
 _REPLAYED = ("support_ids", "support_offsets", "routes")
 _VERDICT = ("verdict_s", "verdict_output", "verdict_failure")
 _TURN = tuple(field.name for field in fields(Turn))  # new ones come last
@@ -69,23 +70,18 @@ def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]
 
 def encode(trajectory: Trajectory) -> bytes:
     """Everything of a trajectory that has no column of its own."""
-    arrays: dict[str, Any] = {
-        "token_ids": trajectory.token_ids,
-        "sampled": trajectory.sampled,
-        "logprobs": trajectory.logprobs,
-        "text": np.frombuffer(trajectory.text.encode(errors="surrogatepass"), np.uint8),
-    }
-    for name in _REPLAYED:
-        if (array := getattr(trajectory.replay, name, None)) is not None:
-            arrays[name] = array
-    if trajectory.turns:
-        turns = [[getattr(turn, name) for name in _TURN] for turn in trajectory.turns]
-        arrays["turns"] = np.frombuffer(json.dumps(turns, allow_nan=False).encode(), np.uint8)
-    if trajectory.segments:
-        arrays["segments"] = np.array([(segment.start, segment.after) for segment in trajectory.segments])
-    if verdict := {name: getattr(trajectory, name) for name in _VERDICT if getattr(trajectory, name)}:
-        arrays["verdict"] = np.frombuffer(json.dumps(plain(verdict)).encode(), np.uint8)
-    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
+    t, texts = trajectory, {"text": trajectory.text.encode(errors="surrogatepass")}
+    arrays = {name: getattr(t, name) for name in _ARRAYS}
+    arrays |= {name: getattr(t.replay, name, None) for name in _REPLAYED}
+    if t.turns:
+        turns = [[getattr(turn, name) for name in _TURN] for turn in t.turns]
+        texts["turns"] = json.dumps(turns, allow_nan=False).encode()
+    if t.segments:
+        arrays["segments"] = np.array([(segment.start, segment.after) for segment in t.segments])
+    if verdict := {name: getattr(t, name) for name in _VERDICT if getattr(t, name)}:
+        texts["verdict"] = json.dumps(plain(verdict)).encode()
+    arrays |= {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
+    return save({name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None})
 
 
 def read_trajectories(connection: sqlite3.Connection, where: str, values: Iterable[Any]) -> list[Trajectory]:
@@ -124,9 +120,7 @@ def _trajectory(values: Mapping[str, Any]) -> Trajectory:
         id=values["id"],
         prompt_id=values["prompt_id"],
         index=values["idx"],
-        token_ids=arrays["token_ids"],
-        sampled=arrays["sampled"],
-        logprobs=arrays["logprobs"],
+        **{name: arrays[name] for name in _ARRAYS},
         spans=tuple(Span(version=v, start=a, end=b) for v, a, b in json.loads(values["spans"])),
         finish=FinishReason(values["finish"]),
         text=arrays["text"].tobytes().decode(errors="surrogatepass"),

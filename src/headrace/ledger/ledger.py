@@ -52,13 +52,6 @@ class Books:
     in_flight: Amount
     dropped: Mapping[str, Amount] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, balance: Mapping[str, tuple[int, int]]) -> Self:
-        held = {name: Amount(*amount) for name, amount in balance.items()}
-        generated = Amount(*(-number for number in held.pop(SOURCE)))
-        kept = {name: held.pop(name) for name in ("trained", "buffered", "in_flight")}
-        return cls(generated=generated, dropped={n.removeprefix(DROPPED): held[n] for n in held}, **kept)
-
     @property
     def backlog_tokens(self) -> int:
         """Tokens neither trained on nor dropped yet: buffered and in flight."""
@@ -273,13 +266,17 @@ class Ledger(AbstractContextManager["Ledger"]):
         found = self.read("SELECT * FROM restarts ORDER BY number")
         return [journal.Restart(*values) for values in found]
 
-    def balance(self) -> dict[str, tuple[int, int]]:
-        """Tokens and trajectories per account: `generated` is negative, all add up to zero."""
+    def balance(self) -> dict[str, Amount]:
+        """What is in each account: `generated` is negative, all add up to zero."""
         accounts = self.read("SELECT name, tokens, trajectories FROM accounts ORDER BY name")
-        return {name: (tokens, trajectories) for name, tokens, trajectories in accounts}
+        return {name: Amount(*held) for name, *held in accounts}
 
     def totals(self) -> Books:
-        return Books.of(self.balance())
+        held = self.balance()
+        generated = Amount(*(-number for number in held.pop(SOURCE)))
+        kept = {name: held.pop(name) for name in ("trained", "buffered", "in_flight")}
+        dropped = {name.removeprefix(DROPPED): amount for name, amount in held.items()}
+        return Books(generated=generated, dropped=dropped, **kept)
 
     def moved_since_row(self) -> dict[str, int]:
         """Tokens that came into each account since the last row; generated ones into `in_flight`."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from operator import attrgetter
 
-from headrace.config import BUILT_IN, Config
-from headrace.config_file import values
+from headrace.config import Config
+from headrace.config_file import NAME_FUNCTIONS, values
 from headrace.errors import RunError
 from headrace.ledger.database import DROPPED, SOURCE
 from headrace.ledger.journal import Restart, read_partials, read_trajectories
@@ -128,7 +128,7 @@ def origin_of(config: Config, reward: str = "") -> dict[str, str]:
     `reward` is the name of a reward function that is a Python object.
     """
     found = {key: text for key, text in values(config).items() if not key.startswith((*WHERE, "run.dir", "run.over"))}
-    for key in (*BUILT_IN, "reward.function", "episode.environment", "episode.agent", "buffer.filters"):
+    for key in (*NAME_FUNCTIONS, "buffer.filters"):
         given: str | tuple[str, ...] = attrgetter(key)(config)
         specs = [given] if isinstance(given, str) else given
         if code := [digest[:16] for spec in specs if (digest := source_hash(spec))]:

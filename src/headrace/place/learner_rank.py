@@ -29,8 +29,6 @@ from headrace.publish.publisher import Publisher
 from headrace.roles import SendingEnd
 from headrace.types import Example, FloatArray, Group, IntArray, Item, Ticket, Trajectory
 
-BUCKET_BYTES = 64 * 2**20
-
 
 class LearnerRank:
     """A `Trainer`. `sending` makes its end of the transport; None: the engine has its policy."""
@@ -98,7 +96,7 @@ class LearnerRank:
             self._sharding = Sharding(rank=self._rank, num_ranks=num_ranks, store=store, device=device)
         self.policy = policy_of(self._device, config, self._sharding.mesh if self._sharding else None)
         if self._rank == 0 and self._sending is not None:
-            encoder = Encoder(config.publish.encoding, bucket_bytes=BUCKET_BYTES)
+            encoder = Encoder(config.publish.encoding)
             self._publisher = Publisher(encoder, self._sending(), self.policy.dtype)
         return PolicyFacts(
             name=type(self.policy.model).__name__,

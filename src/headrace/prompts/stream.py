@@ -79,10 +79,9 @@ class Renderer:
         if self._section.system:
             raise DataError("prompts.system is set, but prompts are plain text here: no chat template is applied")
         try:
-            token_ids = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+            return list(self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"])
         except (TypeError, UnicodeError) as error:
             raise DataError(f"{where} is not valid Unicode text: {error}") from error
-        return [int(token) for token in token_ids]
 
     def _chat_ids(self, messages: Sequence[Message], where: str) -> list[int]:
         if self._section.chat == "never":

@@ -13,7 +13,6 @@ Nothing is flushed to the disk (fsync): the checksums detect what a crash of the
 import json
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import torch
 
 from headrace.errors import PublishError
 from headrace.publish.encoding import EncodingKind, Manifest, Payload, verify
+from headrace.roles import SendingEnd
 from headrace.types import Ticket
 
 MANIFEST, COMPLETE = "manifest.json", "complete"
@@ -33,15 +33,12 @@ _BESIDE = {".json", ".txt", ".model", ".jinja"}  # configuration and tokenizer
 _POLL_S = 0.02
 
 
-class DiskSender:
+class DiskSender(SendingEnd):
     """Writes a directory per version, which with the files of `model_dir` loads like any model."""
 
     def __init__(self, directory: Path, *, model_dir: Path | None = None) -> None:
         self._directory, self._model_dir = directory, model_dir
         self._staged: dict[int, Manifest] = {}
-
-    def expect(self, nodes: Sequence[str]) -> None:
-        """Anybody can read the directory."""
 
     def stage(self, payload: Payload) -> None:
         manifest, path = payload.manifest, self._path(payload.manifest.version)
@@ -65,9 +62,6 @@ class DiskSender:
 
     def ticket(self, version: int) -> Ticket:
         return Ticket(self._staged[version], str(self._path(version)))
-
-    def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """`stage` has written it already."""
 
     def forget(self, version: int) -> None:
         if self._staged.pop(version, None) is not None:

@@ -71,8 +71,8 @@ class Encoder:
             return self._delta(version, tensors)
         if self.kind is EncodingKind.DELTA:
             self._held = {name: t.detach().to(CPU, copy=True).contiguous() for name, t in tensors}
-            return self._full(version, self._held.items())
-        payload = self._full(version, tensors, self.kind)
+            tensors = self._held.items()
+        payload = self._full(version, tensors)
         if self.kind is EncodingKind.ADAPTER and not payload.manifest.tensors:
             raise PublishError(f"there is no adapter to publish: no tensor's name contains '{ADAPTER_MARK}'")
         return payload
@@ -95,12 +95,12 @@ class Encoder:
         assert self.version is not None, "nothing was committed"
         return self._full(self.version, self._held.items())
 
-    def _full(self, version: int, tensors: Named, encoding: EncodingKind = EncodingKind.FULL) -> Payload:
-        writer = BucketWriter(self._bucket_bytes)
+    def _full(self, version: int, tensors: Named) -> Payload:
+        writer, is_adapter = BucketWriter(self._bucket_bytes), self.kind is EncodingKind.ADAPTER
         for name, tensor in tensors:
             if self.takes(name):
-                writer.write(name, tensor, flat_bytes(tensor.contiguous()))
-        return writer.payload(version, None, encoding)
+                writer.write(name, tensor, bits(tensor.contiguous(), torch.uint8))
+        return writer.payload(version, None, EncodingKind.ADAPTER if is_adapter else EncodingKind.FULL)
 
     def _delta(self, version: int, tensors: Named) -> Payload:
         writer, changes = BucketWriter(self._bucket_bytes), Changes()
@@ -145,7 +145,7 @@ def decoded(payload: Payload, live: Mapping[str, Tensor], held: int | None) -> I
             where = places.to(target.device)
             yield partial(flat.index_put_, (where,), flat[where] + changes.to(target.device))
         else:
-            room = flat_bytes(target)
+            room = bits(target, torch.uint8)
             for piece in payload.pieces(start, spec.num_bytes):
                 yield partial(room[: len(piece)].copy_, piece)
                 room = room[len(piece) :]
@@ -173,9 +173,9 @@ def _check(manifest: Manifest, live: Mapping[str, Tensor], held: int | None) -> 
             raise PublishError(f"{sent}, and the receiver's is {dtype} {list(shape)}")
         if not target.is_contiguous():
             raise PublishError(f"{where}: the receiver's '{spec.name}' is not contiguous in memory")
-        size = target.numel() * target.element_size()
-        if manifest.encoding != EncodingKind.DELTA and spec.num_bytes != size:
-            raise PublishError(f"{where}: '{spec.name}' has {spec.num_bytes:,} bytes in place of {size:,}")
+        if manifest.encoding != EncodingKind.DELTA and spec.num_bytes != target.nbytes:
+            has = f"{spec.num_bytes:,} bytes in place of {target.nbytes:,}"
+            raise PublishError(f"{where}: '{spec.name}' has {has}")
 
 
 # ---- the payload
@@ -274,11 +274,6 @@ def new_bucket(num_bytes: int, device: torch.device = CPU) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as a flat tensor of uint8 (a view)."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
 def checksum(bucket: Tensor) -> int:
     """A 64-bit checksum, equal on all devices. Detects any changed word and nearly any swap.
 
@@ -330,9 +325,9 @@ _GROUP = 7
 _MORE = 1 << _GROUP
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The memory of a contiguous tensor as a flat tensor of integers (a view)."""
-    return tensor.detach().view(-1).view(_BITS[tensor.element_size()])
+    return tensor.detach().view(-1).view(dtype or _BITS[tensor.element_size()])
 
 
 def code_places(places: Tensor) -> Tensor:

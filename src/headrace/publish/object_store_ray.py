@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from headrace.errors import PublishError
 from headrace.publish.encoding import Manifest, Payload, verify
+from headrace.roles import SendingEnd
 from headrace.types import Ticket
 
 _SOURCE = ""  # key of the copies on the sender's own node
@@ -26,7 +27,7 @@ def _pass_on(bucket: np.ndarray) -> np.ndarray:
     return bucket
 
 
-class ObjectStoreSender:
+class ObjectStoreSender(SendingEnd):
     """Puts buckets into the store of its node and starts the chain to the others."""
 
     def __init__(self) -> None:
@@ -51,9 +52,6 @@ class ObjectStoreSender:
             refs = [_pass_on.options(scheduling_strategy=there).remote(ref) for ref in refs]
             where[node] = refs
         return Ticket(manifest, where)
-
-    def send(self, ticket: Ticket, timeout_s: float) -> None:
-        """Ray transfers the objects."""
 
     def forget(self, version: int) -> None:
         """The store frees the memory when the last receiver has dropped it."""
