@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from headrace.config import BUILT_IN, DEMOS, MOST, Config
+from headrace.config import BUILT_IN, DEMOS, MOST, Config, RolloutSection
 from headrace.errors import ConfigError
 from headrace.user_code import names_file, names_function
 
@@ -129,6 +130,19 @@ def changed(config: Config) -> list[str]:
 
 def values(config: Config) -> dict[str, str]:
     return {f"{s}.{key}": _toml_value(v) for s, section in config.model_dump().items() for key, v in section.items()}
+
+
+def gpus_of(section: RolloutSection) -> int:
+    """Of one engine: as many as the flags of its server's command say."""
+    return math.prod(map(int, re.findall(r"-(?:parallel-size|tp-size|pp-size|tp)[ =](\d+)", section.command)))
+
+
+def num_devices(config: Config) -> int:
+    """The GPUs that a run asks for, or where its model is on CPUs the workers."""
+    if config.place.cluster == "local":
+        return 1
+    ranks = config.learner.ranks
+    return ranks if config.place.layout == "colocated" else ranks + config.rollout.workers * gpus_of(config.rollout)
 
 
 # Reading

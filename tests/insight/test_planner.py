@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from headrace.config_file import load_config
+from headrace.config_file import gpus_of, load_config
 from headrace.errors import ConfigError
 from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.planner import PLAYED_ANSWERS, Question, plan, search
@@ -15,7 +15,6 @@ from headrace.insight.scenario import Layout, Typed, scenario, worked_out
 from headrace.insight.simulator import simulate
 from headrace.insight.triage import ADVICE, FRAMEWORKS, Bottleneck, Placement, others_that_fit
 from headrace.insight.workload import LogNormal
-from headrace.rollout.engine_server import gpus_of
 
 SEVEN = Question(
     model=model_shape("7B"),

@@ -18,6 +18,7 @@ import numpy as np
 
 from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import DEMOS, Config, ModelSection
+from headrace.config_file import gpus_of, num_devices
 from headrace.episode.chat import Chat
 from headrace.episode.environment import Environments
 from headrace.episode.played import Player
@@ -48,7 +49,7 @@ from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
-from headrace.rollout.engine_server import gpus_of, refusal
+from headrace.rollout.engine_server import refusal
 from headrace.rollout.pool import RolloutPool
 from headrace.serve.agent import Agents
 from headrace.types import Completion, Example, Prompt, Score, Trajectory
@@ -431,10 +432,9 @@ def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
     """1 if the model runs on GPUs, else 0. Raises if the cluster has too few."""
     if config.place.cluster == "local" or not _uses_gpus(config, cluster):
         return 0.0
-    workers, ranks = config.rollout.workers, config.learner.ranks
-    colocated = config.place.layout == "colocated"
-    needed = ranks if colocated else workers * gpus_of(config.rollout) + ranks
+    workers, ranks, needed = config.rollout.workers, config.learner.ranks, num_devices(config)
     if needed > cluster.num_gpus:
+        colocated = config.place.layout == "colocated"
         advice = "lower both" if colocated else "lower one of them, or set place.layout = 'colocated'"
         raise ConfigError(
             f"rollout.workers = {workers} and learner.ranks = {ranks} need {needed} GPUs, and the "

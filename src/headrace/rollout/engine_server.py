@@ -8,7 +8,6 @@ kept where an answer is cut off, by a checkpoint or because the server was lost.
 import http.client
 import itertools
 import json
-import math
 import os
 import queue
 import re
@@ -57,11 +56,6 @@ def refusal(engine: str, sampling: Sampling) -> str:
     elif sampling.truncates and not 0 < sampling.top_k <= MOST_TOP_K:
         told = f" tells what top_p, min_p and top_k left only with a top_k up to {MOST_TOP_K}"
     return f"rollout.engine = '{engine}'{told}" if told and engine != "embedded" else ""
-
-
-def gpus_of(section: RolloutSection) -> int:
-    """Of one engine: as many as the flags of its server's command say."""
-    return math.prod(map(int, re.findall(r"-(?:parallel-size|tp-size|pp-size|tp)[ =](\d+)", section.command)))
 
 
 class ServerLostError(Exception):
