@@ -206,11 +206,11 @@ def _attention(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
         rope, plain, value, cached = (int(config[key]) for key in sizes)
         rank, query = _number(config, "q_lora_rank"), heads * (plain + rope)
         weights = hidden * rank + rank * query if rank else hidden * query
-        weights += hidden * (cached + rope) + cached * heads * (plain + value) + heads * value * hidden
+        weights += hidden * (cached + rope + heads * value) + cached * heads * (plain + value)
         return weights, heads * (plain + rope + value) // 2, cached + rope
     head = _number(config, "head_dim") or hidden // heads
     kv_heads = _number(config, "num_key_value_heads") or heads
-    return 2 * hidden * heads * head + 2 * hidden * kv_heads * head, heads * head, 2 * kv_heads * head
+    return 2 * hidden * head * (heads + kv_heads), heads * head, 2 * kv_heads * head
 
 
 def _number(config: Mapping[str, Any], *keys: str) -> int:

@@ -88,7 +88,7 @@ class Occupancy:
             num = max(1, config.reward.workers) if pool == REWARD and len(workers) == 1 else 1
             for worker in workers:
                 work_s = busy_s(of_pool & (spans["worker"] == worker), num)
-                idle = min(1.0, max(0.0, 1.0 - work_s / (self.wall_s * num))) if self.wall_s else 0.0
+                idle = max(0.0, 1.0 - work_s / (self.wall_s * num)) if self.wall_s else 0.0
                 yield f"{pool} {worker}" if len(workers) > 1 else pool, idle
 
         works, scores = np.isin(stage, STAGES), stage == REWARD
