@@ -342,9 +342,9 @@ def test_who_resumes_the_engines_goes_on_at_the_same_moment():
 
     async def resumed() -> float:
         pool = EnginePool(machine(), np.random.default_rng(0), 0.0, lambda owner: None, lambda owner, length: None)
+        pool.pause()
         pool.submit("a group", [100])
         await asyncio.sleep(1.0)
-        pool.pause()
         pool.resume()
         return asyncio.get_running_loop().time()
 
