@@ -66,11 +66,10 @@ def _problem(error: ValidationError) -> str:
     """What is wrong with a device: unknown names first, then missing numbers, then values."""
     found = {str(one["loc"][0]): one for one in error.errors()}
     numbers = list(Accelerator.model_fields)[1:]
-    for key, one in found.items():
-        if one["type"] == "extra_forbidden":
-            near = get_close_matches(key, numbers, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"a device has {', '.join(numbers)}"
-            return f"has no number {key}; {hint}"
+    if unknown := [key for key in found if key not in numbers]:
+        near = get_close_matches(unknown[0], numbers, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"a device has {', '.join(numbers)}"
+        return f"has no number {unknown[0]}; {hint}"
     if missing := [key for key, one in found.items() if one["type"] == "missing"]:
         return f"is not in the table, so it needs every number; {', '.join(missing)} missing"
     key, one = next(iter(found.items()))

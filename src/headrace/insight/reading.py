@@ -266,12 +266,10 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
         of_run = _run_events(connection, spans, restarts)
         found = [*_stage_events(spans), *of_run, *_account_events(connection)]
     events = list(_numbered(sorted(found, key=lambda event: int(event["ts"]))))
+    about = {"displayTimeUnit": "ms", "otherData": {"run": str(run_dir.resolve())}}
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            run = json.dumps({"run": str(run_dir.resolve())})
-            file.write(f'{{"displayTimeUnit": "ms", "otherData": {run}, "traceEvents": [\n')
-            file.write(",\n".join(map(json.dumps, events)) + "\n]}\n")
+        unfinished.write_text(json.dumps(about | {"traceEvents": events}), encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
