@@ -10,8 +10,6 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src" / "headrace"
 
 ALLOWED = {
-    "self._ready": "asyncio has no way to ask a loop whether something is ready to run",
-    "self._scheduled": "nor when its next timer is due",
     "torch._foreach_mul_": "all gradients in one call; clip_grad_norm_ sums in float32",
     "torch._foreach_norm": "the same: a norm in float64",
     "tensor._is_hf_initialized": "how transformers marks what _init_weights must leave alone",

@@ -72,7 +72,6 @@ LARGE = Roofline(model_shape("70B"), H100)
     [
         ("70B", Transfer(), 140),  # 2 bytes a weight
         ("405B", Transfer(), 810),
-        ("70B", Transfer(wire_bytes=1), 70),
         ("70B", Transfer(encoding=WireFormat.DELTA, changed_share=0.02), 2.94),  # 1.4e9 weights of 2.1 bytes
         # 80 layers, rank 16, 2 bytes: inputs and outputs of queries and output 2 * (8,192 + 8,192), of keys and values
         # 2 * (8,192 + 1,024), together 51,200
@@ -88,7 +87,6 @@ def test_bytes_of_one_copy_by_hand(size: str, transfer: Transfer, gigabytes: flo
     [
         (Transfer(), 2.8),  # 140 GB at 50 GB/s
         (Transfer(num_copies=8), 22.4),
-        (Transfer(num_copies=8, wire_bytes=1), 11.2),
         (Transfer(same_node=True), 140 / 450),
         (Transfer(num_copies=8, num_learners=8, num_senders=8), 2.8),  # eight network cards
         (Transfer(num_copies=8, relay=True), 22.4),  # who passes on only whole copies wins nothing
@@ -108,8 +106,6 @@ def test_gather_by_hand():
 
 
 def test_cast_by_hand():
-    # 8 learners read 140 GB and write 70, together
-    assert LARGE.sync_times(Transfer(num_learners=8, wire_bytes=1)).cast_s == pytest.approx(210 / 8 / 3350)
     assert LARGE.sync_times(Transfer(num_learners=8)).cast_s == 0.0
     # a delta reads old and new weights and writes 2.94 GB
     delta = Transfer(num_learners=8, encoding=WireFormat.DELTA)

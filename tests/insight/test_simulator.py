@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import ConfigError, StalledError
-from headrace.insight.engine_pool import run_virtually
+from headrace.insight.engine_pool import EnginePool, run_virtually
 from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.roofline import Roofline
 from headrace.insight.scenario import speeds, with_speeds
@@ -195,7 +195,7 @@ def test_any_machine_keeps_the_promises(
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():
-    first, again, other = (simulate(UNEVEN, rough(), max_lag=2, steps=6, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (vars(simulate(UNEVEN, rough(), max_lag=2, steps=6, seed=seed)) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
@@ -335,6 +335,20 @@ def test_virtual_time_passes_without_waiting_and_in_order():
     order, now_s = run_virtually(sleepers())
     assert order == [2, 3, 1]
     assert now_s == pytest.approx(3e6)
+
+
+def test_who_resumes_the_engines_goes_on_at_the_same_moment():
+    """The learner resumes them between two passes: its next one must not wait for the end of an answer."""
+
+    async def resumed() -> float:
+        pool = EnginePool(machine(), np.random.default_rng(0), 0.0, lambda owner: None, lambda owner, length: None)
+        pool.pause()
+        pool.submit("a group", [100])
+        await asyncio.sleep(1.0)
+        pool.resume()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(resumed()) == 1.0
 
 
 def test_waiting_for_nothing_is_an_error_not_a_hang():

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import rich.table
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 from typer import Argument, Option
@@ -166,9 +166,8 @@ class Paper:
         shown = rich.table.Table(box=None, pad_edge=False, padding=(0, apart, 0, 0))
         for place, name in enumerate(table.columns):
             title = name.replace(" ", "\n") if place in whole and room < last else name
-            shown.add_column(Text(title), no_wrap=place in whole, overflow="fold")
-            if place in table.numeric:
-                shown.columns[place].justify = "right"
+            side: JustifyMethod = "right" if place in table.numeric else "left"
+            shown.add_column(Text(title), justify=side, no_wrap=place in whole, overflow="fold")
         for row in table.rows:
             shown.add_row(*map(Text, row))
         self.indented(shown, indent)

@@ -130,7 +130,7 @@ class LiveDisplay(Watcher):
         self._show_run(summary)
 
     def _tell(self, text: str, indent: int = 0) -> None:
-        """What may come from user code, in the terminal's characters; a traceback keeps its lines."""
+        """What user code may have said, in the terminal's characters; a traceback keeps its lines."""
         encoding = self.paper.console.encoding
         first, *rest = text.encode(encoding, errors="replace").decode(encoding).splitlines()
         self.paper.paragraph(first, indent=indent)
@@ -148,7 +148,7 @@ class LiveDisplay(Watcher):
         self._bar.update(task, description=text, completed=done, total=total, refresh=True)
 
     def _texts(self) -> tuple[str, str]:
-        """The clock, and a line that fits 80 columns: what is always there first, rare things last."""
+        """The clock, and a line for 80 columns: what is always there first, rare things last."""
         if not self._rows:
             return "", ""
         recent = self._rows[-RECENT_ROWS:]

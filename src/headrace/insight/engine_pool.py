@@ -58,17 +58,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jump.now_s
 
-    def jump(self, to_s: float) -> bool:
-        """Go on to a later moment, if nothing else is to happen before; whether it did.
-
-        This spares who has one event after another the way through the event loop between them.
-        """
-        timers = self._scheduled  # type: ignore[attr-defined]
-        if self._ready or (timers and timers[0].when() <= to_s):  # type: ignore[attr-defined]
-            return False
-        self._jump.now_s = max(self._jump.now_s, to_s)
-        return True
-
 
 def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
     """The result of a coroutine, without waiting. Call it where no event loop runs."""
@@ -103,7 +92,6 @@ class SimulatedEngine:
     hold_s: float = 0.0  # until when it does something else than decode
     busy_s: float = 0.0
     sampled: float = 0.0  # tokens
-    stamp: int = 0  # of the newest event
     down: bool = False
 
     def advance(self, now_s: float) -> None:
@@ -139,9 +127,7 @@ class EnginePool:
     def __init__(
         self, machine: Machine, rng: np.random.Generator, prompt_tokens: float, on_begin: Heard, on_end: Heard
     ) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._machine, self._prompt_tokens, workers = machine, prompt_tokens, machine.rollout_workers
         self._prefill_s = machine.prefill_s + machine.prefill_token_s * prompt_tokens
         self._on_begin, self._on_end = on_begin, on_end
@@ -150,8 +136,8 @@ class EnginePool:
         self.workers = [SimulatedEngine(i, by, by * machine.context_s) for i, by in enumerate(factors)]
         self.num_failures, self.lost_tokens = 0, 0.0
         self._waiting: deque[GroupPart] = deque()
-        self._events: list[tuple[float, int, int]] = []  # when, worker, stamp; void if not newest
-        self._by_load = [(0, i) for i in range(workers)]  # a heap; void where rows changed
+        self._ends_s = np.full(workers, np.inf)  # when the next row of each worker is complete
+        self._loads = np.zeros(workers)  # rows of each worker; infinite while it is down
         self._numbers = count()
         self._num_rows = 0
         self._active_s, self._active_since_s = 0.0, 0.0  # while any worker had a row
@@ -190,8 +176,6 @@ class EnginePool:
 
     def pause(self) -> None:
         self._paused_s, self._paused = self.now(), True
-        if self._timer is not None:
-            self._timer.cancel()
 
     def resume(self) -> None:
         self._paused = False
@@ -215,7 +199,7 @@ class EnginePool:
 
     def _repaired(self, worker: SimulatedEngine) -> None:
         worker.down = False
-        heapq.heappush(self._by_load, (len(worker.ends), worker.number))
+        self._loads[worker.number] = 0
         self._poke()
 
     def _poke(self) -> None:
@@ -230,22 +214,12 @@ class EnginePool:
             return
         if self._timer is not None:
             self._timer.cancel()
-        while True:
-            now_s = self.now()
-            while self._events and self._events[0][0] <= now_s + _SAME_S:
-                _, number, stamp = heapq.heappop(self._events)
-                if self.workers[number].stamp == stamp:
-                    self._end_rows(self.workers[number], now_s)
-            if self._waiting:
-                self._start_waiting(now_s)
-            while self._events and self.workers[self._events[0][1]].stamp != self._events[0][2]:
-                heapq.heappop(self._events)
-            if not self._events:
-                return
-            next_s = self._events[0][0] + self._shift_s
-            if not self._loop.jump(next_s):
-                self._timer = self._loop.call_at(next_s, self._turn)
-                return
+        now_s = self.now()
+        while self._ends_s[first := self._ends_s.argmin()] <= now_s + _SAME_S:
+            self._end_rows(self.workers[first], now_s)
+        self._start_waiting(now_s)
+        if (next_s := float(self._ends_s.min())) < math.inf:
+            self._timer = self._loop.call_at(next_s + self._shift_s, self._turn)
 
     def _end_rows(self, worker: SimulatedEngine, now_s: float) -> None:
         """The rows that are complete; one is, since the worker's event is due."""
@@ -262,13 +236,10 @@ class EnginePool:
             self._on_end(part.owner, length)
 
     def _start_waiting(self, now_s: float) -> None:
-        while self._waiting and self._by_load:
-            num_rows, number = self._by_load[0]
-            worker, part = self.workers[number], self._waiting[0]
-            if len(worker.ends) != num_rows or worker.down:
-                heapq.heappop(self._by_load)
-                continue
-            if num_rows + len(part.lengths) > self._machine.rows_per_worker:
+        while self._waiting:
+            number, part = self._loads.argmin(), self._waiting[0]
+            worker = self.workers[number]
+            if self._loads[number] + len(part.lengths) > self._machine.rows_per_worker:
                 return
             self._waiting.popleft()
             worker.advance(now_s)
@@ -296,17 +267,15 @@ class EnginePool:
 
     def _rows_changed(self, worker: SimulatedEngine, change: int) -> None:
         """The worker has `change` rows more, and another speed."""
-        if self._num_rows == 0 and change > 0:
+        before, self._num_rows = self._num_rows, self._num_rows + change
+        if not before:
             self._active_since_s = self.now()
-        self._num_rows += change
-        if self._num_rows == 0 and change < 0:
+        elif not self._num_rows:
             self._active_s += self.now() - self._active_since_s
-        row_s = self._machine.decode_row_s * len(worker.ends)
-        worker.step_s = worker.slow * (self._machine.decode_s + row_s)
-        if not worker.down:
-            heapq.heappush(self._by_load, (len(worker.ends), worker.number))
-        worker.stamp += 1
-        if worker.ends:
-            start_s = max(worker.at_s, worker.hold_s)
-            end_s = start_s + worker.seconds_of(max(0.0, worker.ends[0][0] - worker.steps))
-            heapq.heappush(self._events, (end_s, worker.number, worker.stamp))
+        rows, end_s = len(worker.ends), math.inf
+        worker.step_s = worker.slow * (self._machine.decode_s + self._machine.decode_row_s * rows)
+        if rows:
+            steps_s = worker.seconds_of(max(0.0, worker.ends[0][0] - worker.steps))
+            end_s = max(worker.at_s, worker.hold_s) + steps_s
+        self._loads[worker.number] = math.inf if worker.down else rows
+        self._ends_s[worker.number] = end_s

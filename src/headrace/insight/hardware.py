@@ -66,11 +66,10 @@ def _problem(error: ValidationError) -> str:
     """What is wrong with a device: unknown names first, then missing numbers, then values."""
     found = {str(one["loc"][0]): one for one in error.errors()}
     numbers = list(Accelerator.model_fields)[1:]
-    for key, one in found.items():
-        if one["type"] == "extra_forbidden":
-            near = get_close_matches(key, numbers, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"a device has {', '.join(numbers)}"
-            return f"has no number {key}; {hint}"
+    if unknown := [key for key in found if key not in numbers]:
+        near = get_close_matches(unknown[0], numbers, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"a device has {', '.join(numbers)}"
+        return f"has no number {unknown[0]}; {hint}"
     if missing := [key for key, one in found.items() if one["type"] == "missing"]:
         return f"is not in the table, so it needs every number; {', '.join(missing)} missing"
     key, one = next(iter(found.items()))
@@ -206,11 +205,11 @@ def _attention(config: Mapping[str, Any], hidden: int) -> tuple[int, int, int]:
         rope, plain, value, cached = (int(config[key]) for key in sizes)
         rank, query = _number(config, "q_lora_rank"), heads * (plain + rope)
         weights = hidden * rank + rank * query if rank else hidden * query
-        weights += hidden * (cached + rope) + cached * heads * (plain + value) + heads * value * hidden
+        weights += hidden * (cached + rope + heads * value) + cached * heads * (plain + value)
         return weights, heads * (plain + rope + value) // 2, cached + rope
     head = _number(config, "head_dim") or hidden // heads
     kv_heads = _number(config, "num_key_value_heads") or heads
-    return 2 * hidden * heads * head + 2 * hidden * kv_heads * head, heads * head, 2 * kv_heads * head
+    return 2 * hidden * head * (heads + kv_heads), heads * head, 2 * kv_heads * head
 
 
 def _number(config: Mapping[str, Any], *keys: str) -> int:

@@ -239,9 +239,8 @@ class _Candidate:
         tokens = question.num_answers * question.lengths.cut_mean
         decode_s = tokens * self._full_step_s / machine.rows_per_worker
         rollout_s = (decode_s + prompt_tokens * machine.prefill_token_s) / machine.rollout_workers
-        trained_tokens = tokens + prompt_tokens  # once for all answers to a prompt
         token_s = machine.train_token_s + machine.reference_token_s
-        learner_s = trained_tokens * token_s
+        learner_s = (tokens + prompt_tokens) * token_s  # a prompt once for all its answers
         if self.max_lag:
             return max(rollout_s, learner_s, machine.publish_s)
         return max(rollout_s, question.longest_tokens * machine.decode_s) + learner_s + machine.publish_s

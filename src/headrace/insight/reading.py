@@ -88,7 +88,7 @@ class Occupancy:
             num = max(1, config.reward.workers) if pool == REWARD and len(workers) == 1 else 1
             for worker in workers:
                 work_s = busy_s(of_pool & (spans["worker"] == worker), num)
-                idle = min(1.0, max(0.0, 1.0 - work_s / (self.wall_s * num))) if self.wall_s else 0.0
+                idle = max(0.0, 1.0 - work_s / (self.wall_s * num)) if self.wall_s else 0.0
                 yield f"{pool} {worker}" if len(workers) > 1 else pool, idle
 
         works, scores = np.isin(stage, STAGES), stage == REWARD
@@ -266,12 +266,10 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
         of_run = _run_events(connection, spans, restarts)
         found = [*_stage_events(spans), *of_run, *_account_events(connection)]
     events = list(_numbered(sorted(found, key=lambda event: int(event["ts"]))))
+    about = {"displayTimeUnit": "ms", "otherData": {"run": str(run_dir.resolve())}}
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            run = json.dumps({"run": str(run_dir.resolve())})
-            file.write(f'{{"displayTimeUnit": "ms", "otherData": {run}, "traceEvents": [\n')
-            file.write(",\n".join(map(json.dumps, events)) + "\n]}\n")
+        unfinished.write_text(json.dumps(about | {"traceEvents": events}), encoding="utf-8")
         unfinished.replace(path)
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}; name another file with --out") from error

@@ -12,7 +12,7 @@ float32 copy and the two averages of AdamW). All in float32 it needs no copy and
 A new version reaches the engines in four operations, each bytes x copies / bandwidth:
 
     gather      shards become whole tensors where they are sent from      links of a node
-    cast        to the numbers on the wire, or to what has changed        memory
+    cast        to what has changed, if only that is sent                 memory
     broadcast   a copy for every engine                                   network
     reshard     into the engine's own layout                              links and memory
 
@@ -81,7 +81,6 @@ class Transfer:
     num_senders: PositiveInt = 1  # of these, those that send, each its part of every copy
     tensor_parallel: PositiveInt = 1  # devices of an engine
     encoding: WireFormat = WireFormat.FULL
-    wire_bytes: PositiveInt | None = None  # of a weight: 1 is float8; None for the device's own
     changed_share: Annotated[float, Field(ge=0, le=1)] = CHANGED_SHARE  # with delta
     adapter_rank: PositiveInt = 16  # with adapter, on the attention's four matrices
     bucket_bytes: PositiveFloat | None = None  # None: everything at once
@@ -184,14 +183,14 @@ class Roofline:
         )
 
     def payload_bytes(self, transfer: Transfer) -> float:
-        model, number_bytes = self.model, transfer.wire_bytes or self.device.number_bytes
+        model = self.model
         if transfer.encoding is WireFormat.FULL:
-            return number_bytes * model.num_params
+            return self.weight_bytes
         if transfer.encoding is WireFormat.DELTA:
             return CHANGED_BYTES * transfer.changed_share * model.num_params
         query_and_output = 2 * (model.hidden_size + model.attention_size)
         size = query_and_output + 2 * model.hidden_size + model.kv_size  # with key and value
-        return number_bytes * transfer.adapter_rank * model.num_layers * size
+        return self.device.number_bytes * transfer.adapter_rank * model.num_layers * size
 
     def sync_times(self, transfer: Transfer) -> SyncTimes:
         """The four operations of one new version, at the datasheet's speeds."""
@@ -199,11 +198,8 @@ class Roofline:
         link, memory = self.device.link_bytes_per_s, self.device.memory_bytes_per_s
         part = payload / min(transfer.num_senders, learners)  # that each sender sends of each copy
         bucket = min(part, transfer.bucket_bytes or part)
-        cast = 0.0  # read and written
-        if transfer.encoding is WireFormat.DELTA:
-            cast = 2 * self.weight_bytes + payload  # the new ones beside the old
-        elif transfer.encoding is WireFormat.FULL and payload != self.weight_bytes:
-            cast = self.weight_bytes + payload
+        is_delta = transfer.encoding is WireFormat.DELTA
+        cast = 2 * self.weight_bytes + payload if is_delta else 0.0  # the new ones beside the old
         # A relay passes a bucket on while the next arrives, so further copies cost a bucket each.
         sent = part + (transfer.num_copies - 1) * (bucket if transfer.relay else part)
         return SyncTimes(

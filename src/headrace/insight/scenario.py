@@ -187,7 +187,7 @@ def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) ->
 def decode_speed(
     running: Intervals, num_tokens: Numbers, elsewhere: Intervals, like_row_s: float = 0.0
 ) -> tuple[float, float]:
-    """Seconds of a decode step and of each row in it; `like_row_s` is what a row takes by expectation.
+    """Seconds of a decode step and of each row in it; `like_row_s` is what a row should take.
 
     `running` is when each answer ran, `elsewhere` when the device did something else.
     """
@@ -216,7 +216,7 @@ def training_speed(
 ) -> tuple[float, float, float]:
     """Seconds of the optimizer's part of a step, of a micro-batch, and of each token in it.
 
-    A span without tokens (NaN) is the optimizer's. Where passes do not tell, one takes `like_pass_s`.
+    A span without tokens (NaN) is the optimizer's. If passes do not tell, one takes `like_pass_s`.
     """
     batch = num_tokens > 0
     optimizer_s = float(seconds[np.isnan(num_tokens)].sum()) / num_steps
@@ -383,13 +383,8 @@ def with_speeds(machine: Machine, typed: Typed) -> Machine:
                 f"{full_s:.4g} s; with a single row it cannot take longer ({alone_s:g} s)"
             )
         row_s = max(0.0, full_s - alone_s) / max(1, rows - 1)
-        machine = replace(
-            machine,
-            decode_s=alone_s - row_s,
-            decode_row_s=row_s,
-            context_s=typed.context_s,
-            prefill_token_s=typed.prefill_token_s,
-        )
+        machine = replace(machine, decode_s=alone_s - row_s, decode_row_s=row_s)
+        machine = replace(machine, context_s=typed.context_s, prefill_token_s=typed.prefill_token_s)
     if typed.train_tokens_s:
         machine = replace(machine, train_token_s=1 / typed.train_tokens_s, train_pass_s=0.0)
     return machine

@@ -19,7 +19,7 @@ from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import BufferSection
 from headrace.insight.engine_pool import EnginePool, GroupPart, run_virtually
 from headrace.insight.workload import LEAST_SHARED, Machine, Workload
-from headrace.measured import STAGES, StageTimes
+from headrace.measured import STAGES, StageSpan, StageTimes, busy_s
 from headrace.types import DropReason, FinishReason, Group, Prompt, Span, Timing, Trajectory
 
 _NO_TIMES = Timing(submitted_s=0.0, started_s=0.0, finished_s=0.0)  # the buffer asks for none
@@ -50,9 +50,9 @@ class Simulated:
         self.max_lag, self.steps, self.wall_s = run.max_lag, tuple(run.steps), wall_s
         # share of its workers' seconds; colocated, it and the learner share one device
         self.rollout_busy = sum(engine.busy_s for engine in engines) / (wall_s * len(engines))
-        self.learner_busy = sum(run.stage_busy[name].until(wall_s) for name in ("reference", "train")) / wall_s
-        scored_s = run.scoring_s - sum(max(0.0, free_s - wall_s) for free_s in run.scorers)  # so far
-        # NaN where there is a worker for every answer
+        self.learner_busy = sum(step.stage_s.reference + step.stage_s.train for step in run.steps) / wall_s
+        scored_s = run.scoring_s - sum(max(0.0, free_s - wall_s) for free_s in run.scorers)
+        # so far; NaN where there is a worker for every answer
         self.reward_busy = scored_s / (wall_s * len(run.scorers)) if run.scorers else math.nan
         self.generated_tokens = round(sum(engine.sampled for engine in engines))
         self.trained_tokens = sum(step.trained_tokens for step in self.steps)
@@ -72,9 +72,6 @@ class Simulated:
         self.lag_shares = {lag: tokens[lag] / tokens.total() for lag in sorted(tokens)}
         self.lag_mean = sum(lag * share for lag, share in self.lag_shares.items())
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Simulated) and vars(self) == vars(other)
-
     def step_quantile_s(self, share: float) -> float:
         return float(np.quantile(self._counted_s, share))
 
@@ -86,21 +83,6 @@ def simulate(workload: Workload, machine: Machine, *, max_lag: float, steps: int
         return await _Simulation(workload, machine, max_lag, seed).run(steps)
 
     return run_virtually(run())
-
-
-class _Busy:
-    """Seconds in which something was under way, of intervals that come in the order they begin."""
-
-    _total_s = _reached_s = 0.0
-
-    def add(self, start_s: float, end_s: float) -> None:
-        if end_s > self._reached_s:
-            self._total_s += end_s - max(start_s, self._reached_s)
-            self._reached_s = end_s
-
-    def until(self, now_s: float) -> float:
-        """What lies before now; every interval has begun by then."""
-        return self._total_s - max(0.0, self._reached_s - now_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,7 +120,7 @@ class _Simulation:
         )
         rng, prompt_tokens = np.random.default_rng([seed, 1]), workload.prompt_tokens
         self.pool = EnginePool(machine, rng, prompt_tokens, self._on_begin, self._on_end)
-        self.stage_busy = {stage: _Busy() for stage in STAGES}
+        self._spans: list[StageSpan] = []  # of stages, that reach beyond the last step's end
         self.scorers = [0.0] * machine.reward_workers  # a heap: when each is free; empty: there is always one
         self.scoring_s = 0.0  # of all of them
         self.dropped: defaultdict[str, float] = defaultdict(float)
@@ -149,7 +131,7 @@ class _Simulation:
         self._tasks = asyncio.TaskGroup()
         self._prompt = Prompt(id="p", text="", token_ids=np.empty(0, np.int32))
         self._blank = np.empty(0, np.int32), np.empty(0, np.bool_), np.empty(0, np.float32)
-        self._booked_s, self._booked = 0.0, dict.fromkeys(STAGES, 0.0)  # at the last step's end
+        self._booked_s, self._booked_rollout_s = 0.0, 0.0  # at the last step's end
 
     async def run(self, steps: int) -> Simulated:
         """Both sides until the learner is done, then the books."""
@@ -202,7 +184,8 @@ class _Simulation:
         if self.scorers and seconds:  # a verdict that is known already needs no worker
             end_s = max(played_s, self.scorers[0]) + seconds
             heapq.heapreplace(self.scorers, end_s)
-        self.stage_busy["reward"].add(played_s, end_s)
+        if seconds:
+            self._spans.append(StageSpan(stage="reward", start_s=played_s, end_s=end_s))
         self.scoring_s += seconds
         group.scored_s = max(group.scored_s, end_s)
         if not group.num_left:
@@ -312,7 +295,7 @@ class _Simulation:
         if self.machine.colocated:
             self.pool.pause()
         start_s = self.loop.time()
-        self.stage_busy[stage].add(start_s, start_s + seconds)
+        self._spans.append(StageSpan(stage=stage, start_s=start_s, end_s=start_s + seconds))
         await asyncio.sleep(seconds)
         if self.machine.colocated:
             self.pool.resume()
@@ -329,10 +312,10 @@ class _Simulation:
         now_s, lags = self.loop.time(), Counter[int]()
         for group in taken:
             lags[group.lag(self.version - 1)] += group.num_sampled_tokens
-        busy = {stage: self.stage_busy[stage].until(now_s) for stage in STAGES}
-        busy["rollout"] = self.pool.active_s
-        stage_s = StageTimes(**{stage: busy[stage] - self._booked[stage] for stage in STAGES})
+        busy, rollout_s = busy_s(self._spans, self._booked_s, now_s), self.pool.active_s
+        stage_s = StageTimes(**busy, rollout=rollout_s - self._booked_rollout_s)
         wall_s, tokens = now_s - self._booked_s, lags.total()
         step = SimulatedStep(wall_s=wall_s, stage_s=stage_s, trained_tokens=tokens, lags=dict(lags))
         self.steps.append(step)
-        self._booked_s, self._booked = now_s, busy
+        self._spans = [span for span in self._spans if span.end_s > now_s]
+        self._booked_s, self._booked_rollout_s = now_s, rollout_s
