@@ -1,7 +1,10 @@
 import gzip
+import itertools
 import json
+import operator
 import re
 import shlex
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ from typer.testing import CliRunner
 from headrace import Done
 from headrace.cli import app
 from headrace.config_file import load_config
-from headrace.recipes import gsm8k, mbpp
+from headrace.recipes import countdown, gsm8k, mbpp
 from headrace.recipes.code_sandbox import score
 from headrace.recipes.python_tool import PythonTool
 from headrace.types import Completion, Prompt
@@ -113,6 +116,38 @@ SOLUTIONS = {
 def test_the_last_number_is_the_answer(answer: str, solution: str):
     completion = Completion(prompt="", text=answer, fields={"answer": solution}, num_tokens=9, finish="eos")
     assert gsm8k.score(completion) == SOLUTIONS[answer, solution]
+
+
+EXPRESSIONS = {
+    "2*3*4": 1.0,
+    "It is: (4 * 3) * 2 = 24": 1.0,
+    "1 + 2\n`4 * (2 * 3)`.": 1.0,
+    "2 * 3 * 4\n2 + 3": 0.0,  # the last one counts
+    "2 * 3 * 4 * 1": 0.0,
+    "24": 0.0,
+    "2 ** 3 * 4": 0.0,
+    "4 / (2 - 2)": 0.0,
+    "((2 * 3 * 4": 0.0,
+    "1" + "+" * 5000: 0.0,
+}
+
+
+@pytest.mark.parametrize("answer", EXPRESSIONS, ids=lambda text: text[:20])
+def test_an_expression_must_have_the_numbers_and_the_value(answer: str):
+    fields = {"numbers": [3, 2, 4], "target": 24}
+    completion = Completion(prompt="", text=answer, fields=fields, num_tokens=9, finish="eos")
+    assert countdown.score(completion) == EXPRESSIONS[answer]
+
+
+OPERATORS = (operator.add, operator.sub, operator.mul)
+
+
+def test_every_countdown_can_be_solved():
+    for problem in countdown.problems(200, seed=1):
+        orders = itertools.permutations(map(Fraction, problem["numbers"]))
+        values = {g(f(a, b), c) for a, b, c in orders for f in OPERATORS for g in OPERATORS}
+        assert problem["target"] in values
+        assert str(problem["target"]) in problem["prompt"]
 
 
 # ---- recipes for models that fit no single GPU: planned and simulated

@@ -77,7 +77,8 @@ def sweep(
     with ThreadPoolExecutor(at_once) as pool:
         codes = dict(zip(plans, pool.map(make, plans), strict=True))
     if failed := [str(run_dir) for run_dir, code in codes.items() if code]:
-        paper.paragraph(f"{len(failed)} of {len(plans)} runs did not come to their end: {', '.join(failed)}", indent=0)
+        told = f"{len(failed)} of {len(plans)} runs did not come to their end: {', '.join(failed)}"
+        paper.paragraph(f"{told}. The same command goes on with them.", indent=0)
         raise Exit(1)
     paper.report(compare_runs(list(plans), at, price or 0.0)[0])
 

@@ -13,7 +13,7 @@ from typing import Any
 from headrace.types import Completion
 
 OPERATORS: Any = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-ANSWER = re.compile(r"answer:\s*`?([\d\s()+\-*/]{1,100})", re.IGNORECASE)
+EXPRESSION = re.compile(r"[\d(][\d ()+\-*/]*[+\-*/][\d ()+\-*/]*[\d)]")
 
 
 def problems(count: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -32,10 +32,10 @@ def problems(count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def score(completion: Completion) -> float:
-    """One if the last expression after `answer:` has the numbers and the value that were asked for."""
-    found = ANSWER.findall(completion.text)
+    """One if the last expression of the answer has the numbers and the value that were asked for."""
+    found = EXPRESSION.findall(completion.text[-200:])
     try:
-        value, used = valued(ast.parse(found[-1].strip(), mode="eval").body)
+        value, used = valued(ast.parse(found[-1], mode="eval").body)
     except (IndexError, SyntaxError, TypeError, ValueError, ZeroDivisionError):
         return 0.0
     return float(value == completion.fields["target"] and sorted(used) == sorted(completion.fields["numbers"]))
