@@ -205,3 +205,16 @@ def test_parked_answers_are_neither_lost_nor_left_over(workshop: Workshop, max_l
     assert books(run).trained.trajectories >= 3 * 4 * 2
     finishes = {finish for (finish,) in select(run, "SELECT DISTINCT finish FROM trajectories WHERE state = 'trained'")}
     assert finishes <= {"eos", "stop", "length"}
+
+
+async def test_a_step_in_which_nothing_was_scored_has_the_rewards_that_it_trained_on(workshop: Workshop):
+    """As after an evaluation, in whose time all answers of the next step may be scored."""
+
+    def meddle(place: Place, loop: Loop) -> None:
+        loop.rows.scored = lambda trajectory: None  # type: ignore[method-assign]
+
+    await play(workshop.config("unscored", "loop.max_lag=1", reward="dense"), meddle)
+    run = workshop.directory / "unscored"
+    means = "SELECT AVG(reward), AVG(num_tokens) FROM trajectories WHERE state = 'trained' GROUP BY trained_step"
+    for row, (reward, tokens) in zip(rows_of(run), select(run, means), strict=True):
+        assert (row.reward_mean, row.length_mean) == pytest.approx((reward, tokens))

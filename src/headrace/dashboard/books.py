@@ -33,7 +33,7 @@ MOST_POINTS = 400  # of a curve
 AXES = {"step": ("", 1), "trained tokens": ("trained_tokens", 1), "hours": ("wall_s", 3600)}
 RECENT_STEPS = 20  # what "now" is in the overview
 
-_DERIVED = {"reward_low": -1, "reward_high": 1}  # standard deviations from the mean reward
+_DERIVED = ("reward_low", "reward_high", "backlog_change", "waiting_s")
 # How the numbers of several rows become one; what a row adds up becomes the mean of its steps.
 _OVER = {name: metric.over for name, metric in ROW_METRICS.items() if metric.over != "sum"}
 _COLUMNS = ("step", *ROW_METRICS, *_DERIVED, *(f"stage_s.{stage}" for stage in STAGES))
@@ -119,10 +119,18 @@ def read_series(run_dir: Path, before: Series) -> Series:
             return before
         rows = RowColumns(connection, after_step=before.last_step, strict=False)
         new = {name: rows.column(name) for name in _COLUMNS if name not in _DERIVED}
-        new |= {name: new["reward_mean"] + sign * new["reward_std"] for name, sign in _DERIVED.items()}
-        columns = {name: np.append(known, new[name]) for name, known in before.columns.items()}
+        columns = {name: np.append(before.columns[name], more) for name, more in new.items()}
+        columns |= zip(_DERIVED, _derived(columns), strict=True)
         num_damaged = before.num_damaged + int(rows.damaged.sum())
         return replace(before, columns=columns, last_step=last_step, num_damaged=num_damaged)
+
+
+def _derived(of: Mapping[str, Numbers]) -> Iterator[Numbers]:
+    """The columns in `_DERIVED`. What waits is as much as comes in a second times how long it waits."""
+    yield from (of["reward_mean"] + sign * of["reward_std"] for sign in (-1, 1))
+    yield np.diff(of["backlog_tokens"], prepend=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        yield of["backlog_tokens"] * of["wall_s"] / of["generated_tokens"]
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from headrace.runs.facts import RunFacts, RunState, UnknownNameError
 from headrace.runs.report import Section, duration, or_dash, percent, printable
 
 TIMELINE_STEPS = (3, 10, 30)
+WATCHED = ("generated", "trained", "backlog", "waiting", "versions", "kl", "spread", "latency")  # of every run
 MAIN = "the main ones"
 _MAIN_TITLES = ("Reward mean", "Wall", "Lag mean")
 ANY = "any"
@@ -85,6 +86,8 @@ class RunViews:
         page.panel(lambda: Overview(self._live).numbers(self._live.triage()), page.numbers)
         self._look = page.look_controls()
         self._curves(CARDS["reward"])
+        with ui.element("div").classes("trio"):
+            self._curves(*(CARDS[name] for name in WATCHED), height_px=200)
         with page.card("How it went"):
             page.panel(self._live.history, page.section)
         with page.card(CARDS["triage"]):

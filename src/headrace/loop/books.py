@@ -83,9 +83,7 @@ class RowMaker:
         self._scored = scored
 
     def scored(self, trajectory: Trajectory) -> None:
-        assert trajectory.reward is not None
-        scored = (trajectory.reward, trajectory.num_sampled_tokens, trajectory.finish.cut)
-        self._scored.append(scored)
+        self._scored.append(_scored(trajectory))
         self._turns.append(max(1, len(trajectory.turns)))
 
     def reward_failed(self, detail: str) -> None:
@@ -102,8 +100,10 @@ class RowMaker:
         dropped = {name: n for name, n in moved.items() if name.startswith(DROPPED)}
         trajectories = [t for group in taken for t in group.trajectories]
         tokens, oldest = np.array([(t.num_sampled_tokens, t.oldest_version) for t in trajectories]).T
+        # those of an evaluation's time may all count to the step before it, and leave none to this one
+        scored = self._scored or map(_scored, trajectories)
         # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
-        rewards, lengths, truncated = np.array(sorted(self._scored) or [(0.0, 0, False)], np.float64).T
+        rewards, lengths, truncated = np.array(sorted(scored), np.float64).T
         learned = asdict(stats) | asdict(stats.mismatch)  # most have the row's own names
         row = Row(
             step=step,
@@ -143,3 +143,8 @@ class RowMaker:
 
     def flush(self) -> None:
         self._ledger.spans(self._clock.drain())
+
+
+def _scored(trajectory: Trajectory) -> tuple[float, int, bool]:
+    assert trajectory.reward is not None
+    return trajectory.reward, trajectory.num_sampled_tokens, trajectory.finish.cut
