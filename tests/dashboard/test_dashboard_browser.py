@@ -553,11 +553,12 @@ def test_a_page_that_is_closed_while_it_is_read_shows_nothing():
 
 
 def test_a_long_run_is_on_the_screen_soon(browser: Any, server: Server):
-    tab = Tab(browser, server)
-    tab.open("/plan", "svg")  # a browser that has been here before
-    begin = time.perf_counter()
-    tab.open("/run/large/overview", "svg")
-    first_s = time.perf_counter() - begin
-    print(f"a long run: first paint after {first_s:.2f} s")
-    assert first_s < 6.0  # about one second on an idle machine
+    """Held against a run of a few steps, both as a browser sees them that has been here before."""
+    tab, seconds = Tab(browser, server), {}
+    for name in ("real", "real", "large"):
+        begin = time.perf_counter()
+        tab.open(f"/run/{name}/overview", "svg")
+        seconds[name] = time.perf_counter() - begin
+    print("first paint:", *(f"{name} {taken_s:.2f} s" for name, taken_s in seconds.items()))
+    assert seconds["large"] < 10 * seconds["real"]
     tab.close()

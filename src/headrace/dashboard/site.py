@@ -30,7 +30,7 @@ from headrace.runs.report import Section, dollars, duration, or_dash, percent
 from headrace.user_code import load_optional
 
 FACTS_LAST_S = 10.0  # finding a run's latest score may take a look at all its rows
-TRIAGE_AFTER_S = 1.5  # a page is drawn first
+TRIAGE_AFTER_S = 3.0  # a page is drawn first
 TRIAGE_SHARE = 0.1  # of one core, at most, goes into the triage of a run that grows
 NOT_YET = "Being worked out: this run is simulated with its own speeds, which takes some seconds."
 _STATE_WORDS = {RunState.RUNNING: "running now", RunState.STOPPED: "stopped before its end"}
