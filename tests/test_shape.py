@@ -22,25 +22,25 @@ MAX_README_LINES = 150
 MAX_FRONT_DOORS = 9
 MAX_WALKED_FILES = 30
 MAX_LONG_LINES = 0.05
-MAX_CORE_LINES, MAX_LENS_LINES = 21_175, 6_825  # together 28,000
+MAX_CORE_LINES, MAX_LENS_LINES = 21_174, 6_826  # together 28,000
 LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms, the core, wrote
 # Lines of each room.
 ROOMS = {
-    "(files)": 3_075,
+    "(files)": 3_079,
     "buffer": 349,
     "episode": 1_301,
     "kernels": 1_124,
-    "learner": 1_471,
+    "learner": 1_453,
     "ledger": 1_354,
     "loop": 1_486,
     "place": 1_577,
-    "policy": 2_162,
+    "policy": 2_175,
     "prompts": 737,
     "publish": 912,
     "reward": 1_619,
     "rollout": 2_705,
     "serve": 1_303,
-    "cli": 1_188,
+    "cli": 1_189,
     "dashboard": 1_795,
     "insight": 2_821,
     "runs": 1_021,

@@ -32,6 +32,7 @@ from headrace.measured import Row, Sample, stages_of
 from headrace.place.device import STEPS, memory_for
 from headrace.place.place import Place, open_place
 from headrace.policy import hub
+from headrace.policy.policy import ADAPTER_DIR
 from headrace.roles import Sink, Watcher
 from headrace.serve.front_desk import Visitors
 
@@ -216,17 +217,20 @@ def _with_engines(
     return _run_events(run)
 
 
-def export(run_dir: Path | str, out: Path | str, *, best: bool = False, push: str = "") -> Path:
+def export(run_dir: Path | str, out: Path | str, *, best: bool = False, adapter: bool = False, push: str = "") -> Path:
     """Copy a run's model to the directory `out`, in the format of `transformers`, with a model card.
 
-    `best`: the weights with the best held-out score. `push` is a repository of the Hugging Face
-    hub, owner/name, that gets it too.
+    `best`: the weights with the best held-out score. `adapter`: not the whole model with the
+    adapter in its weights, but the adapter alone, in the format of `peft`. `push` is a repository of
+    the Hugging Face hub, owner/name, that gets it too.
     """
     run_dir, out = Path(run_dir), Path(out)
-    source = weights_dir(run_dir, best=best)
+    source = weights_dir(run_dir, best=best) / (ADAPTER_DIR if adapter else "")
+    if not source.exists():
+        raise RunError(f"{run_dir} has no adapter: it trained all weights (learner.lora_rank = 0), or is older")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunError(f"{out} exists and is not an empty directory")
-    shutil.copytree(source, out, dirs_exist_ok=True)
+    shutil.copytree(source, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(ADAPTER_DIR))
     card = hub.model_card(files.run_config(run_dir), files.read_summary(run_dir))
     (out / hub.CARD).write_text(card, encoding="utf-8")
     if push:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_runs import Workshop, play, rank_of, rows_of, same_bits, weights
 
 from headrace import api
+from headrace.errors import RunError
 from headrace.loop.loop import Loop
 from headrace.measured import Row
 from headrace.place.place import Place
@@ -44,8 +47,16 @@ class Impatient(api.Watcher):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_an_interrupted_run_goes_on_with_its_adapters(workshop: Workshop):
+def test_an_interrupted_run_goes_on_with_its_adapters(workshop: Workshop, tmp_path: Path):
     api.train(workshop.config("adapters-whole", *SETTINGS, reward="dense"))
     assert not api.train(workshop.config("adapters-cut", *SETTINGS, reward="dense"), Impatient())["finished"]
     assert api.resume(workshop.directory / "adapters-cut")["finished"]
     assert same_bits(weights(workshop.directory / "adapters-cut"), weights(workshop.directory / "adapters-whole"))
+    api.export(workshop.directory / "adapters-cut", tmp_path / "merged")
+    assert not (tmp_path / "merged" / "adapter").exists()
+    api.export(workshop.directory / "adapters-cut", tmp_path / "alone", adapter=True)
+    names = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in (tmp_path / "alone").iterdir()} == names
+    (tmp_path / "without" / "model").mkdir(parents=True)
+    with pytest.raises(RunError, match="no adapter: it trained all weights"):
+        api.export(tmp_path / "without", tmp_path / "out", adapter=True)

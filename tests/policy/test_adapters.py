@@ -11,13 +11,15 @@ import pytest
 import torch
 from hand_made import group_of, trajectory
 from mixtures import MIXTURES
+from peft import PeftModel
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from headrace.config import LearnerSection, ModelSection
 from headrace.learner.learner import Learner
 from headrace.learner.ranks import Intake
 from headrace.policy.attention import PackedPlan
-from headrace.policy.policy import Policy, load_policy
+from headrace.policy.policy import ADAPTER_DIR, Policy, load_policy
 from headrace.rollout.engine import Engine
 from headrace.rollout.rows import Request
 from headrace.types import Group, Sampling
@@ -112,3 +114,15 @@ def test_a_saved_model_has_the_adapters_in_its_weights(make_policy: Maker, tmp_p
     merged = load_policy(ModelSection(path=str(tmp_path / "merged"), device="cpu"))
     assert not any("lora" in name or "base_layer" in name for name in weights_of(merged))
     torch.testing.assert_close(logprobs(merged), logprobs(policy), rtol=0, atol=1e-4)
+
+
+@each_model
+def test_the_adapters_alone_load_in_peft(make_policy: Maker, tmp_path: Path, architecture: str):
+    policy = adapted(make_policy, tmp_path / "base", architecture)
+    policy.save(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    tokens = torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loaded = PeftModel.from_pretrained(base, tmp_path / "merged" / ADAPTER_DIR)
+        found = torch.log_softmax(loaded(tokens).logits[0, :-1], -1).gather(1, tokens[0, 1:, None])[:, 0]
+    torch.testing.assert_close(found, logprobs(policy), rtol=0, atol=1e-4)

@@ -26,6 +26,7 @@ Workers = Annotated[int, Argument(help="how many rollout workers it is to have")
 Overrides = Annotated[
     list[str] | None, Argument(metavar="[section.key=value ...]", help="settings that differ from the run's")
 ]
+Adapter = Annotated[bool, Option("--adapter", help="the LoRA adapter alone, not merged into the model")]
 Best = Annotated[bool, Option("--best", help="the weights with the best held-out score (loop.keep_best)")]
 
 
@@ -69,12 +70,12 @@ def evaluate(run: RunDir, changes: Overrides = None, best: Best = False) -> None
 
 
 @app.command()
-def export(run: RunDir, out: OutDir = None, best: Best = False, push: Push = "") -> None:
+def export(run: RunDir, out: OutDir = None, best: Best = False, adapter: Adapter = False, push: Push = "") -> None:
     """Copy a run's model, with a model card, into a directory that transformers and engines load, or to a hub."""
     if out is None and not push:
         raise ConfigError("where to? Give a directory OUT, or --push owner/name")
     with TemporaryDirectory() as scratch:
-        made = headrace.export(run, out or scratch, best=best, push=push)
+        made = headrace.export(run, out or scratch, best=best, adapter=adapter, push=push)
     print(f"wrote {made if out else push}" + f", and pushed it to {push}" * bool(out and push))
 
 

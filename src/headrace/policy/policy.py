@@ -45,6 +45,7 @@ NOTHING_FOREIGN = {"local_files_only": True, "trust_remote_code": False}
 TOKENIZER_FILE = re.compile("tok|vocab|spm|spiece|sentencepiece|tekken")  # in names of files
 GGUF = "headrace.policy.gguf_file", "gguf", "gguf"
 PEFT = "headrace.policy.adapters_peft", "peft", "lora"
+ADAPTER_DIR = "adapter"  # directory in that of the model, with its adapters alone
 
 
 class Policy:
@@ -172,11 +173,12 @@ class Policy:
                 module.p = 0.0
 
     def save(self, directory: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a model directory, with `weights` in place of sharded ones. Adapters are merged."""
+        """Write a model directory, with `weights` in place of sharded ones. Adapters are merged, and kept beside."""
         with self.stock_attention():
             if self.adapted:
-                weights = weights or dict(self.model.named_parameters())
-                weights = load_optional(*PEFT).merged_weights(self.model, weights)
+                peft, weights = load_optional(*PEFT), weights or dict(self.model.named_parameters())
+                peft.save_adapters(self.model, weights, directory / ADAPTER_DIR)
+                weights = peft.merged_weights(self.model, weights)
             if weights is not None:
                 # and what is saved besides: buffers such as the bias of DeepSeek's routers
                 names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
