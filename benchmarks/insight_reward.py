@@ -17,3 +17,7 @@ def takes_50_ms(completion: Any) -> float:
 
 def takes_1_ms(completion: Any) -> float:
     return _score(completion, 0.001)
+
+
+def takes_200_ms(completion: Any) -> float:
+    return _score(completion, 0.2)

@@ -449,11 +449,13 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
 
 
 def _facts(place: Place) -> dict[str, str]:
-    f = place.facts
+    f, e, reward = place.facts, place.config.episode, place.scorer.function
+    if played := e.environment or e.agent:
+        reward = f"by {played}" + f", and {reward}" * bool(place.config.reward.function)
     return {
         "policy": f"{f.name}, {f.num_weights / 1e6:.1f}M weights, {f.device}, {f.dtype}",
         "data": f"{place.prompts.num_train} prompts to train on, {len(place.prompts.held_out)} held out",
-        "reward": place.scorer.function,
+        "reward": reward,
     }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from doubles import tiny_model
 from tiny_runs import play, rank_of, rows_of, same_bits, select, weights
 
 from headrace import api
-from headrace.config import EpisodeSection
+from headrace.config import Config, EpisodeSection
 from headrace.episode.environment import Environments
 from headrace.episode.session import EpisodeFailedError
 from headrace.errors import ConfigError, DataError, StalledError
@@ -207,15 +209,26 @@ def test_a_model_without_a_chat_template_is_refused_by_name(tmp_path: Path, work
         api.train(workshop.config("plain", f"model.path={tmp_path / 'plain'}"))
 
 
+class Told(api.Watcher):
+    """Keeps the first lines of a run."""
+
+    def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None:
+        self.facts = facts
+
+
 def test_a_turn_limit_is_an_end_with_a_reward(workshop: ChatWorkshop):
-    api.train(workshop.config("endless", "loop.steps=1", "buffer.drop_no_signal=false", reward="Endless"))
+    watcher = Told()
+    api.train(workshop.config("endless", "loop.steps=1", "buffer.drop_no_signal=false", reward="Endless"), watcher)
+    assert watcher.facts["reward"].endswith(":Endless")
     found = trained(workshop.directory / "endless")
     assert {(len(t.turns), t.reward) for t in found} == {(2, 0.0)}
 
 
 def test_a_reward_function_adds_to_what_the_environment_gives(workshop: ChatWorkshop):
     function = f"reward.function={workshop.directory / 'rewards.py'}:score"
-    api.train(workshop.config("both", "loop.steps=1", function))
+    watcher = Told()
+    api.train(workshop.config("both", "loop.steps=1", function), watcher)
+    assert re.fullmatch(r"by .+:\w+, and .+:score", watcher.facts["reward"])
     for t in trained(workshop.directory / "both"):
         assert set(t.reward_parts) == {"turns", "score"}
         assert t.reward == pytest.approx(sum(t.reward_parts.values()))
