@@ -233,7 +233,7 @@ def test_every_view_is_drawn_and_fits_the_screen(browser: Any, server: Server, r
         "group": f"/run/real/group?serial={id.split(':')[0]}",
     }
     drawn = {
-        "overview": 3,
+        "overview": 11,
         "curves": len(ROW_METRICS) + 1,
         "timeline": 1,
         "tokens": 1,
