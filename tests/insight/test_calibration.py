@@ -26,6 +26,7 @@ from headrace.insight.scenario import (
     scenario,
     seconds,
     service_seconds,
+    slow_workers,
     training_speed,
     worked_out,
 )
@@ -213,3 +214,19 @@ def test_a_layout_shares_out_its_gpus():
     assert (work.groups_per_step, work.samples) == (16, 8)
     with pytest.raises(ConfigError, match="how fast is the machine"):
         scenario(load_config(None, ["prompts.source=x.jsonl", "model.path=m"]), Typed(mean_tokens=5.0), layout)
+
+
+@pytest.mark.parametrize(
+    ("paces", "expected"),
+    [
+        ({}, (0.0, 1.0)),
+        ({"a": 0.1}, (0.0, 1.0)),
+        ({"a": 0.1, "b": 0.14}, (0.0, 1.0)),
+        ({"a": 0.3, "b": 0.1}, (0.5, 3.0)),
+        ({"a": 0.1, "b": 0.2, "c": 0.1, "d": 0.1}, (0.25, 2.0)),
+    ],
+)
+def test_slow_workers_are_told_by_their_bursts(paces: dict[str, float], expected: tuple[float, float]):
+    kinds = [("worker", "U8"), ("start_s", "f8"), ("end_s", "f8")]
+    spans = [(name, 10.0 * i, 10.0 * i + taken_s) for name, taken_s in paces.items() for i in range(5)]
+    assert slow_workers(np.array(spans, kinds)) == pytest.approx(expected)

@@ -28,6 +28,7 @@ from headrace.runs import columns as tables
 from headrace.runs.columns import Columns, Intervals, Numbers, RowColumns, covered_s, reading
 from headrace.types import DropReason, FinishReason
 
+SLOW = 1.5  # times as long as others: a worker that counts as slow
 _ROUNDS = 8
 EPISODES_READ = 256
 ROW_TOKENS = 2 / 3  # of training cost as much as a decoded row: a third of it, half as efficient
@@ -140,6 +141,8 @@ def _machine(
     elsewhere = during("evaluate") if apart else during(*learner)
     like_row_s = ROW_TOKENS * mean_token_s / workers
     decode_s, decode_row_s = decode_speed(running, answers["num_tokens"], elsewhere, like_row_s)
+    slow_share, slower = slow_workers(spans[spans["stage"] == "rollout"])
+    usual = 1 / (1 + slow_share * (slower - 1))  # what was measured is the mean of all workers
     optimizer_s, train_pass_s, token_s = training_speed(
         pass_s, pass_tokens, num_steps, like_pass_s=PASS_STEPS * decode_s
     )
@@ -157,8 +160,10 @@ def _machine(
     return replace(
         BLANK.machine,
         rollout_workers=workers,
-        decode_s=decode_s,
-        decode_row_s=decode_row_s * workers,  # each of them has its part of the rows
+        decode_s=decode_s * usual,
+        decode_row_s=decode_row_s * usual * workers,  # each of them has its part of the rows
+        straggler_share=slow_share,
+        straggler_factor=slower,
         prefill_s=max(0.0, prefill_s - forward_s * num_prompt_tokens) / len(prompt_tokens),
         prefill_token_s=min(forward_s, prefill_s / num_prompt_tokens),
         train_token_s=token_s,
@@ -169,6 +174,14 @@ def _machine(
         host_s=max(0.0, host_s / len(rows)),
         colocated=not apart,
     )
+
+
+def slow_workers(rollout: Columns) -> tuple[float, float]:
+    """Share of the workers that are slow, and by how much: by the seconds of their engines' bursts."""
+    seconds, names = rollout["end_s"] - rollout["start_s"], rollout["worker"]
+    paces = np.sort([np.median(seconds[names == name]) for name in np.unique(names)])
+    slow = paces > SLOW * (paces[(len(paces) - 1) // 4] if len(paces) else 0.0)  # against the quicker ones
+    return (float(slow.mean()), float(paces[slow].mean() / paces[~slow].mean())) if slow.any() else (0.0, 1.0)
 
 
 def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) -> Numbers:
