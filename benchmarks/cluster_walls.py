@@ -146,9 +146,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = arguments.keep or Path(scratch)
         build(directory / "model", endless=True)
-        print(
-            "| run | built to wait for | named | predicted step | measured step | off by |\n|---|---|---|---|---|---|"
-        )
+        print("| run | built to wait for | named | steps seen | predicted step | measured step | off by |")
+        print("|---|---|---|---|---|---|---|")
         for name, case in CASES.items():
             if arguments.only in (None, name):
                 print(measured(directory, name, case), flush=True)
