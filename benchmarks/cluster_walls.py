@@ -1,6 +1,6 @@
 """Whether triage and the simulator are right on a cluster: four runs on Ray that are built to wait for one thing.
 
-    python benchmarks/cluster_walls.py                 # about ten minutes on two quiet cores
+    python benchmarks/cluster_walls.py                 # about seven minutes on two quiet cores
     python benchmarks/cluster_walls.py --only reward
 
 Two rollout workers and one learner. The first steps of each run are trained, triage names what holds it back, and the

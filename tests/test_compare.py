@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,8 @@ def test_the_error_is_that_of_the_seeds_or_of_the_evaluation_whichever_is_larger
         ('prompts.system="a, b"', ['prompts.system="a, b"']),
         ("prompts.system='it, \"is\"',x", ["prompts.system='it, \"is\"'", "prompts.system=x"]),
         ("rollout.command=", ["rollout.command="]),
+        ('rollout.stop=["]","x"],["y"]', ['rollout.stop=["]","x"]', 'rollout.stop=["y"]']),
+        ("loop.max_lag=0 , 1", ["loop.max_lag=0", "loop.max_lag=1"]),
     ],
 )
 def test_commas_outside_of_brackets_and_quotes_separate_values(word: str, expected: list[str]):
@@ -80,7 +83,9 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], st
     return directory / "runs", words, result.output
 
 
-def test_a_sweep_trains_with_every_combination_and_compares(swept: tuple[Path, list[str], str]):
+def test_a_sweep_trains_with_every_combination_and_compares(
+    swept: tuple[Path, list[str], str], monkeypatch: pytest.MonkeyPatch
+):
     directory, words, shown = swept
     names = [f"learner.lr={lr},run.seed={seed}" for lr in ("0.001", "0.00001") for seed in (0, 1)]
     assert sorted(path.name for path in directory.iterdir()) == sorted(names)
@@ -88,7 +93,8 @@ def test_a_sweep_trains_with_every_combination_and_compares(swept: tuple[Path, l
     assert "4 runs at" in shown
     assert "learner.lr=0.001" in shown
     assert "± is one standard error" in shown
-    again = headrace("sweep", *words)
+    monkeypatch.chdir(directory.parent)  # a run keeps absolute paths, whatever was typed
+    again = headrace("sweep", *(word.replace(f"{directory.parent}/", "") for word in words))
     assert again.exit_code == 0
     assert "headrace train" not in again.output  # all of them are there
     assert again.output == shown[shown.index("4 runs at") :]
@@ -124,3 +130,9 @@ def test_mistakes_are_told_before_anything_runs(swept: tuple[Path, list[str], st
     assert not (tmp_path / "new").exists()
     other = headrace("sweep", *words, "loop.groups_per_step=2")
     assert "holds a run with another loop.groups_per_step" in problem(other)
+    assert "is a value given twice?" in problem(headrace("sweep", "loop.steps=3,3", "--dir", tmp_path / "new"))
+    for lr in ("0.001", "0.00001"):
+        shutil.copytree(directory / f"learner.lr={lr},run.seed=0", tmp_path / "seeds" / f"learner.lr={lr}")
+    words = [word for word in words[: words.index("--dir")] if not word.startswith("run.seed")]
+    other = headrace("sweep", *words, "run.seed=4", "--dir", tmp_path / "seeds")
+    assert "holds a run with another run.seed" in problem(other)

@@ -120,6 +120,8 @@ def test_a_saved_model_has_the_adapters_in_its_weights(make_policy: Maker, tmp_p
 def test_the_adapters_alone_load_in_peft(make_policy: Maker, tmp_path: Path, architecture: str):
     policy = adapted(make_policy, tmp_path / "base", architecture)
     policy.save(tmp_path / "merged")
+    modes = {path.stat().st_mode for path in (tmp_path / "merged").rglob("*.*")}
+    assert len(modes) == 1  # who may read one file may read all
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     tokens = torch.randint(3, 90, (1, 24), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

@@ -13,10 +13,10 @@ from pydantic_core import to_jsonable_python
 from typer import Argument, Exit, Option
 
 from headrace.cli.app import Json, Paper, app, settings_from
-from headrace.config_file import values
+from headrace.config_file import rooted, values
 from headrace.errors import ConfigError
 from headrace.ledger.files import is_run, run_config
-from headrace.runs.compare import NOT_COMPARED, Cost
+from headrace.runs.compare import Cost
 from headrace.runs.compare import compare as compare_runs
 from headrace.runs.facts import RunState, read_run
 
@@ -57,10 +57,11 @@ def sweep(
     plans: dict[Path, list[str]] = {}
     for words in itertools.product(*choices):
         run_dir = directory / ",".join(words[i].replace("/", "_") for i in several)
-        plans[run_dir] = [*words, f"run.dir={run_dir}"]
+        if plans.setdefault(run_dir, given := [*words, f"run.dir={run_dir}"]) is not given:
+            raise ConfigError(f"two of these runs would be in {run_dir}: is a value given twice?")
     for run_dir, given in plans.items():  # what is wrong with one is said before the first begins
-        wanted, known = values(settings_from(given)), values(run_config(run_dir)) if is_run(run_dir) else {}
-        other = [key for key in known if key not in NOT_COMPARED and known[key] != wanted[key]]
+        wanted, known = values(rooted(settings_from(given))), values(run_config(run_dir)) if is_run(run_dir) else {}
+        other = [key for key in known if key not in ("run.dir", "run.overwrite") and known[key] != wanted[key]]
         if other:
             raise ConfigError(f"{run_dir} holds a run with another {other[0]}; choose another directory (--dir)")
     paper = Paper()
@@ -97,11 +98,11 @@ def alternatives(word: str) -> Sequence[str]:
     for character in value:
         if character in "\"'" and quoted in ("", character):
             quoted = "" if quoted else character
-        depth += (character in "[{") - (character in "]}")
+        depth += 0 if quoted else (character in "[{") - (character in "]}")
         if character == "," and not depth and not quoted:
             parts.append("")
         else:
             parts[-1] += character
-    if "" in parts and len(parts) > 1:
+    if len(parts) > 1 and not all(map(str.strip, parts)):
         raise ConfigError(f"{word}: there is nothing between two commas, or after the last")
-    return [f"{key}={part}" for part in parts]
+    return [f"{key}={part.strip()}" for part in parts]

@@ -178,7 +178,8 @@ def simulate(
         shape, gpu = model_shape(model), find_device(device, read_hardware(hardware))
         typed = worked_out(typed, recipe, layout, shape, gpu)
     work, machine = scenario(recipe, typed, layout, run)
-    machine = replace(machine, straggler_share=straggler_share, straggler_factor=straggler_factor)
+    if straggler_share:  # else those that the run had, if any
+        machine = replace(machine, straggler_share=straggler_share, straggler_factor=straggler_factor)
     machine = replace(machine, worker_mtbf_s=mtbf_s or math.inf, repair_s=repair_s)
     found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
     told = simulation_report(work, machine, layout, found)

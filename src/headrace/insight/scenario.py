@@ -141,7 +141,8 @@ def _machine(
     elsewhere = during("evaluate") if apart else during(*learner)
     like_row_s = ROW_TOKENS * mean_token_s / workers
     decode_s, decode_row_s = decode_speed(running, answers["num_tokens"], elsewhere, like_row_s)
-    slow_share, slower = slow_workers(spans[spans["stage"] == "rollout"])
+    told_apart = apart and config.rollout.engine == "embedded"  # servers tell nothing of their bursts
+    slow_share, slower = slow_workers(spans[spans["stage"] == "rollout"]) if told_apart else (0.0, 1.0)
     usual = 1 / (1 + slow_share * (slower - 1))  # what was measured is the mean of all workers
     optimizer_s, train_pass_s, token_s = training_speed(
         pass_s, pass_tokens, num_steps, like_pass_s=PASS_STEPS * decode_s

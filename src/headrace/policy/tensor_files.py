@@ -102,5 +102,5 @@ def save_model(model: Any, tokenizer: Any, directory: Path, weights: dict[str, A
     model.save_pretrained(directory, state_dict=weights)
     tokenizer.save_pretrained(directory)
     mode = (directory / "config.json").stat().st_mode  # a file that was just opened and written
-    for file in directory.glob("*.safetensors"):
+    for file in directory.rglob("*.safetensors"):
         file.chmod(mode)

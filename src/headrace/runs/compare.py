@@ -71,7 +71,7 @@ def curve_of(run_dir: Path, at: Cost, price: float) -> Curve:
     if rows and facts.state is RunState.FINISHED:
         points[-1] = points[-1][0], facts.score_after
     known = [(cost, score) for cost, score in points if score is not None and math.isfinite(score)]
-    if len(known) < 2:
+    if len(known) < 2 or known[0][0] > 0:
         needed = "comparing takes one before the first step and one after it (loop.eval_every, or the end of the run)"
         raise RunError(f"{run_dir} has {len(known)} held-out scores; {needed}")
     costs, scores = zip(*known, strict=True)
@@ -131,9 +131,10 @@ def _reached(group: Sequence[Curve], cost: float, level: float) -> float | None:
 
 def compare(run_dirs: Sequence[Path], at: Cost, price: float) -> tuple[Report, float, list[Side]]:
     """What to tell, the cost that all runs reached, and the sides at it."""
-    if len(set(run_dirs)) < 2:
+    found = {run_dir.resolve(): run_dir for run_dir in run_dirs}
+    if len(found) < 2:
         raise RunError("comparing takes two runs or more")
-    curves = [curve_of(run_dir, at, price) for run_dir in dict.fromkeys(run_dirs)]
+    curves = [curve_of(run_dir, at, price) for run_dir in found.values()]
     cost = min(curve.costs[-1] for curve in curves)
     if not cost > 0:
         raise RunError(f"not all of these runs cost anything yet, in {at}")
@@ -162,7 +163,7 @@ def _verdicts(sides: Sequence[Side]) -> list[str]:
         gap, error = best.scores[-1] - other.scores[-1], math.hypot(best.error, other.error)
         versus = f"{best.name} is ahead of {other.name} by {gap:.3f}"
         if math.isnan(error):
-            told.append(f"{versus}; with one seed each nobody knows how sure that is.")
+            told.append(f"{versus}; how sure that is cannot be told without more seeds.")
         elif gap < SURE * error:
             told.append(f"{versus} ± {error:.3f}: no difference that is more than chance.")
         else:
