@@ -18,7 +18,7 @@ from headrace.runs.compare import Cost, Curve, curve_of, sides_of
 
 def curve(lag: int, seed: int, costs: list[float], scores: list[float], num_answers: int = 100) -> Curve:
     settings = {"loop.max_lag": str(lag), "run.seed": str(seed), "run.dir": f"{lag}-{seed}"}
-    return Curve(name="", settings=settings, costs=costs, scores=scores, num_answers=num_answers)
+    return Curve(settings=settings, costs=costs, scores=scores, num_answers=num_answers)
 
 
 def test_seeds_are_one_side_and_the_best_comes_first():
@@ -125,6 +125,7 @@ def test_mistakes_are_told_before_anything_runs(swept: tuple[Path, list[str], st
     assert "two runs or more" in problem(headrace("compare", run, run))
     assert "--price" in problem(headrace("compare", run, run, "--at", "dollars"))
     assert "which values are to be tried" in problem(headrace("sweep", "loop.steps=3"))
+    assert "run.dir: a sweep names" in problem(headrace("sweep", "loop.steps=3,4", "run.dir=x"))
     wrong = headrace("sweep", "loop.steps=3,many", "--dir", tmp_path / "new")
     assert 'loop.steps: expected a whole number at least 0; got "many"' in problem(wrong)
     assert not (tmp_path / "new").exists()

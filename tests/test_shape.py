@@ -30,9 +30,9 @@ ROOMS = {
     "buffer": 349,
     "episode": 1_301,
     "kernels": 1_124,
-    "learner": 1_434,
+    "learner": 1_433,
     "ledger": 1_354,
-    "loop": 1_486,
+    "loop": 1_487,
     "place": 1_577,
     "policy": 2_175,
     "prompts": 737,
@@ -40,10 +40,10 @@ ROOMS = {
     "reward": 1_619,
     "rollout": 2_705,
     "serve": 1_303,
-    "cli": 1_191,
+    "cli": 1_194,
     "dashboard": 1_795,
     "insight": 2_835,
-    "runs": 1_022,
+    "runs": 1_019,
 }
 CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic", "typer", "rich"}
 

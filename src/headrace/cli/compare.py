@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ def sweep(
     several = [i for i, words in enumerate(choices) if len(words) > 1]
     if not several:
         raise ConfigError("which values are to be tried? Separate them by commas: loop.max_lag=0,1,4 run.seed=0,1,2")
+    if any(word.startswith("run.dir=") for word in settings):
+        raise ConfigError("run.dir: a sweep names the directories of its runs itself; --dir says where they are")
     plans: dict[Path, list[str]] = {}
     for words in itertools.product(*choices):
         run_dir = directory / ",".join(words[i].replace("/", "_") for i in several)
@@ -71,7 +74,7 @@ def sweep(
         if known is not None and known.state is RunState.FINISHED:
             return 0
         command = ["train", *plans[run_dir]] if known is None else ["resume", str(run_dir)]
-        paper.line(f"headrace {' '.join(command)}", style="bold")
+        paper.line(shlex.join(["headrace", *command]), style="bold")
         quiet = ["--quiet"] if at_once > 1 else []
         return subprocess.run([sys.executable, "-m", "headrace.cli", *command, *quiet], check=False).returncode
 

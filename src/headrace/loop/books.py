@@ -83,7 +83,7 @@ class RowMaker:
         self._scored = scored
 
     def scored(self, trajectory: Trajectory) -> None:
-        self._scored.append(_scored(trajectory))
+        self._scored.append(_outcome(trajectory))
         self._turns.append(max(1, len(trajectory.turns)))
 
     def reward_failed(self, detail: str) -> None:
@@ -101,7 +101,7 @@ class RowMaker:
         trajectories = [t for group in taken for t in group.trajectories]
         tokens, oldest = np.array([(t.num_sampled_tokens, t.oldest_version) for t in trajectories]).T
         # those of an evaluation's time may all count to the step before it, and leave none to this one
-        scored = self._scored or map(_scored, trajectories)
+        scored = self._scored or map(_outcome, trajectories)
         # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
         rewards, lengths, truncated = np.array(sorted(scored), np.float64).T
         learned = asdict(stats) | asdict(stats.mismatch)  # most have the row's own names
@@ -145,6 +145,7 @@ class RowMaker:
         self._ledger.spans(self._clock.drain())
 
 
-def _scored(trajectory: Trajectory) -> tuple[float, int, bool]:
+def _outcome(trajectory: Trajectory) -> tuple[float, int, bool]:
+    """Its reward, its tokens, and whether it was cut."""
     assert trajectory.reward is not None
     return trajectory.reward, trajectory.num_sampled_tokens, trajectory.finish.cut

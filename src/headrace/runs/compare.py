@@ -20,7 +20,7 @@ from headrace.errors import RunError
 from headrace.ledger.files import run_config
 from headrace.ledger.ledger import Ledger
 from headrace.runs.facts import RunState, read_run
-from headrace.runs.report import Report, Section, Table, short
+from headrace.runs.report import Report, Section, Table, dollars, short
 
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the cost that all runs reached
 NOT_COMPARED = ("run.seed", "run.dir", "run.overwrite")
@@ -39,7 +39,6 @@ class Cost(StrEnum):
 class Curve:
     """Held-out scores of one run, and what it had cost by then."""
 
-    name: str
     settings: dict[str, str]
     costs: Sequence[float]
     scores: Sequence[float]
@@ -76,7 +75,7 @@ def curve_of(run_dir: Path, at: Cost, price: float) -> Curve:
         raise RunError(f"{run_dir} has {len(known)} held-out scores; {needed}")
     costs, scores = zip(*known, strict=True)
     num_answers = config.prompts.eval_count * config.loop.eval_samples
-    return Curve(name=str(run_dir), settings=values(config), costs=costs, scores=scores, num_answers=num_answers)
+    return Curve(settings=values(config), costs=costs, scores=scores, num_answers=num_answers)
 
 
 def sides_of(curves: Sequence[Curve], cost: float) -> list[Side]:
@@ -139,16 +138,14 @@ def compare(run_dirs: Sequence[Path], at: Cost, price: float) -> tuple[Report, f
     if not cost > 0:
         raise RunError(f"not all of these runs cost anything yet, in {at}")
     sides = sides_of(curves, cost)
-    lines = [_line(side, sides, at) for side in sides]
+    lines = [_line(side, sides[-1].scores[-1], at) for side in sides]
     table = Table.of(lines, numeric=range(2, len(lines[0])))
-    notes = f"± is one standard error; {SURE:g} of them count as a difference."
-    verdicts = (*_verdicts(sides), notes)
+    verdicts = (*_verdicts(sides), f"± is one standard error; {SURE:g} of them count as a difference.")
     title = f"{len(curves)} runs at {_amount(cost, at)}, which all of them reached"
     return Report(title=title, sections=(Section(tables=(table,), sentences=verdicts),)), cost, sides
 
 
-def _line(side: Side, sides: Sequence[Side], at: Cost) -> dict[str, str]:
-    level = min(other.scores[-1] for other in sides)
+def _line(side: Side, level: float, at: Cost) -> dict[str, str]:
     told = {"settings": side.name, "seeds": ", ".join(side.seeds), "before": f"{side.before:.3f}"}
     told |= {f"at {share:.0%}": f"{score:.3f}" for share, score in zip(SHARES, side.scores, strict=True)}
     told["±"] = "-" if math.isnan(side.error) else f"{side.error:.3f}"
@@ -172,4 +169,4 @@ def _verdicts(sides: Sequence[Side]) -> list[str]:
 
 
 def _amount(cost: float, at: Cost) -> str:
-    return f"${cost:,.2f}" if at is Cost.DOLLARS else f"{short(cost)} {at}"
+    return dollars(cost) if at is Cost.DOLLARS else f"{short(cost)} {at}"
