@@ -106,6 +106,7 @@ def test_no_command_ends_in_a_traceback_or_takes_a_run_away(
 @FUZZ
 @given(words=st.lists(overrides, min_size=1, max_size=3))
 @example(words=["run.overwrite=true", "model.path=/no/such"])
+@example(words=["~\x00="])
 @example(words=["run.overwrite=true", "reward.timeout_s=0.01"])
 def test_no_setting_ends_a_start_in_a_traceback_or_takes_the_earlier_run_away(
     workshop: Workshop, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, words: list[str]
