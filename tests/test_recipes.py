@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 from headrace import Done
 from headrace.cli import app
 from headrace.config_file import load_config
+from headrace.errors import DataError
+from headrace.prompts.source import open_source
 from headrace.recipes import countdown, gsm8k, mbpp
 from headrace.recipes.code_sandbox import score
 from headrace.recipes.python_tool import PythonTool
+from headrace.reward.function import resolve
 from headrace.types import Completion, Prompt
 
 RECIPES = sorted((Path(__file__).parent.parent / "src" / "headrace" / "recipes").glob("*.toml"))
@@ -176,3 +179,32 @@ def test_a_recipe_for_a_cluster_is_the_plan_that_it_names(path: Path):
 def test_there_are_recipes_for_clusters():
     names = {"rlvr_7b", "rlvr_32b", "reasoning_70b", "mixture_30b", "long_cot_7b", "agent_tools"}
     assert {path.stem for path in PLANNED} == names
+
+
+GYM = "src/headrace/recipes/reasoning_gym_task.py"
+
+
+def test_a_task_of_reasoning_gym_makes_prompts_and_scores_answers():
+    pytest.importorskip("reasoning_gym")
+    records = open_source(f"{GYM}:leg_counting", count=6, seed=0)
+    again, other = (open_source(f"{GYM}:leg_counting", count=6, seed=seed) for seed in (0, 1))
+    assert again[2] == records[2] != other[2]
+    json.dumps(records[2])
+    judge = resolve(f"{GYM}:score").call
+    answer = str(records[2]["answer"])
+    answers = (
+        f"So <answer>{answer}</answer>",
+        f"<answer>0</answer> no: <answer> {answer}\n</answer> done",
+        f" {answer} ",
+    )
+    for text, reward in [*((text, 1.0) for text in answers), ("<answer>-1</answer>", 0.0), ("6</answer>", 0.0)]:
+        assert judge(Completion(prompt="", text=text, fields=records[2], num_tokens=1, finish="eos")) == reward
+
+
+@pytest.mark.parametrize(
+    ("task", "told"), [("leg_countin", "no task 'leg_countin'; nearest: leg_counting"), ("composite", "failed")]
+)
+def test_a_task_that_cannot_be_made_is_told(task: str, told: str):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(DataError, match=told):
+        open_source(f"{GYM}:{task}", count=6, seed=0)

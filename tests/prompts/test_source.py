@@ -252,34 +252,11 @@ def test_datasets_splits_and_other_directories(tmp_path):
         opened(tmp_path / "junk")
 
 
-def test_reasoning_gym():
-    source = opened("reasoning-gym:leg_counting")
-    assert len(source) == 10
-    record = source[2]
-    assert record["prompt"] == record["entry"]["question"]
-    assert record["answer"] == record["entry"]["answer"]
-    assert record["reasoning_gym_task"] == "leg_counting"
-    json.dumps(record)
-    again = open_source("reasoning-gym:leg_counting", count=20, seed=0)
-    other = open_source("reasoning-gym:leg_counting", count=20, seed=1)
-    assert again[2] == record != other[2]
-
-
-def test_unknown_reasoning_gym_task():
-    with pytest.raises(DataError, match=r"no task 'leg_countin'.*nearest: leg_counting"):
-        opened("reasoning-gym:leg_countin")
-    with pytest.raises(DataError, match=r"no task 'zzzzzzzz'.*nearest: "):
-        opened("reasoning-gym:zzzzzzzz")
-    with pytest.raises(DataError, match="cannot be made with its default settings"):
-        opened("reasoning-gym:composite")
-
-
 @pytest.mark.parametrize(
     ("spec", "library", "extra", "module"),
     [
         ("a.parquet", "datasets", "data", "source_datasets"),
         ("folder", "datasets", "data", "source_datasets"),
-        ("reasoning-gym:leg_counting", "reasoning_gym", "tasks", "source_reasoning_gym"),
     ],
 )
 def test_missing_library(tmp_path, monkeypatch, spec, library, extra, module):
@@ -294,5 +271,4 @@ def test_missing_library(tmp_path, monkeypatch, spec, library, extra, module):
 
 def test_default_reward():
     assert default_reward("arithmetic") == "headrace.prompts.arithmetic:score"
-    assert default_reward("reasoning-gym:leg_counting") == "reasoning-gym"
     assert default_reward("a.jsonl") == default_reward("folder") == "exact"

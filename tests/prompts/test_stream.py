@@ -144,11 +144,3 @@ def test_built_in_task_never_trains_on_a_held_out_problem(plain):
     assert prompts.default_reward == "headrace.prompts.arithmetic:score"
     apart = stream(plain, source="arithmetic", count=50, eval_source="arithmetic", eval_count=50)
     assert [p.text for p in apart.held_out] != [apart.at(i).text for i in range(50)]
-
-
-def test_reasoning_gym_as_a_chat(chat):
-    prompts = stream(chat, source="reasoning-gym:leg_counting", count=12)
-    serial, prompt = prompts.next()
-    assert (serial, prompts.num_train, prompts.default_reward) == (0, 9, "reasoning-gym")
-    assert prompt.fields["entry"]["question"] == prompt.text
-    assert chat.decode(prompt.token_ids).endswith("<e><s>assistant:")

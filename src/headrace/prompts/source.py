@@ -1,4 +1,4 @@
-"""Prompt sources: the built-in task, a file of records, a data set or a reasoning-gym task.
+"""Prompt sources: the built-in task, a file of records, a data set, or what a function of the user makes.
 
 A file of records (JSON lines, JSON or CSV, compressed with gzip or not) is checked when it is
 opened, then read by an index of offsets.
@@ -18,7 +18,7 @@ import zlib
 from array import array
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from headrace.config_file import did_you_mean
 from headrace.errors import DataError
@@ -26,7 +26,6 @@ from headrace.prompts import arithmetic
 from headrace.roles import PromptSource
 from headrace.user_code import load_function, load_optional, names_file, short_traceback
 
-REASONING_GYM = "reasoning-gym:"
 KINDS, PACKED = (".jsonl", ".json", ".csv"), ".gz"
 MAX_DEPTH = 100  # of lists and objects within each other: what handles a record later is recursive
 
@@ -37,10 +36,6 @@ def open_source(
     """The records that `spec` names; `count` and `seed` are for sources that make their prompts."""
     if spec == "arithmetic":
         return arithmetic.ArithmeticSource(count=count, seed=seed)
-    if spec.startswith(REASONING_GYM):
-        task, module = spec.removeprefix(REASONING_GYM), "headrace.prompts.source_reasoning_gym"
-        room = load_optional(module, "reasoning_gym", "tasks")
-        return cast(PromptSource, room.ReasoningGymSource(task, count=count, seed=seed))
     if names_file(spec.rpartition(":")[0]):
         return _made_by(spec, setting, prompt_field, count=count, seed=seed)
     path = Path(spec).expanduser()
@@ -52,7 +47,7 @@ def open_source(
     else:
         is_there = os.path.exists(path)
         use = "; use 'arithmetic', a .jsonl, .json, .csv or .parquet file, a datasets directory, "
-        use += "'reasoning-gym:TASK', or a function of yours, 'file.py:function'"
+        use += "or a function of yours, 'file.py:function' (recipes/reasoning_gym_task.py:TASK makes reasoning-gym's)"
         hint = use if is_there else did_you_mean(str(path)) or use
         raise DataError(f"{setting} = '{spec}' is {'not of a known kind' if is_there else 'not there'}{hint}")
     if len(source) == 0:
@@ -77,9 +72,7 @@ def _made_by(spec: str, setting: str, prompt_field: str, **given: int) -> Prompt
 
 
 def default_reward(spec: str) -> str:
-    if spec == "arithmetic":
-        return arithmetic.REWARD
-    return "reasoning-gym" if spec.startswith(REASONING_GYM) else "exact"
+    return arithmetic.REWARD if spec == "arithmetic" else "exact"
 
 
 def prompt_key(names: Collection[str], prompt_field: str, where: str) -> str:

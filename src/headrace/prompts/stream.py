@@ -14,14 +14,13 @@ import numpy.typing as npt
 from headrace.config import PromptsSection
 from headrace.errors import DataError
 from headrace.prompts.select import Selection
-from headrace.prompts.source import REASONING_GYM, default_reward, open_source, prompt_key
+from headrace.prompts.source import default_reward, open_source, prompt_key
 from headrace.types import Known, Outcomes, Prompt
 from headrace.user_code import time_limit
 
 Message = Mapping[str, Any]
 
 EVAL_SEED_OFFSET = 1_000_003  # a generated eval_source must not repeat the training problems
-NUM_CHECKED_AHEAD = 256  # records that are checked before the run if the task is slow to make them
 TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 
 
@@ -212,12 +211,11 @@ class PromptStream:
         """Positions to train on, and their checksum. Refuses what `render` would refuse later."""
         source, section = self._source, self._section
         is_builtin = section.source == "arithmetic"
-        is_slow = section.source.startswith(REASONING_GYM)
         # Small problems come up twice in a random task: one that is held out is not trained on.
         held_texts = {prompt.text for prompt in self.held_out} if is_builtin else set()
         owner = {prompt.id: "a held-out record" for prompt in self.held_out}
-        keep, checksum = [], zlib.crc32(section.source.encode()) if is_slow else 0
-        for i in range(min(num_train, NUM_CHECKED_AHEAD) if is_slow else num_train):
+        keep, checksum = [], 0
+        for i in range(num_train):
             record = source[i]
             id = _id(record, "train", i)
             if not self._renderer.surely_fits(record):
@@ -231,7 +229,7 @@ class PromptStream:
             checksum = zlib.crc32(f"{id}\0{content}\0".encode(errors="replace"), checksum)
         if not keep:
             raise DataError(f"{section.source}: every prompt is also held out; raise prompts.count")
-        return np.arange(num_train) if is_slow else np.asarray(keep, np.int64), f"{checksum:08x}"
+        return np.asarray(keep, np.int64), f"{checksum:08x}"
 
 
 @lru_cache(2)

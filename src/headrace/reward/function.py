@@ -30,7 +30,7 @@ from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, s
 Reward = Callable[[Completion], float]
 Judged = Completion | Group | Command  # by a reward function, a filter or an environment
 
-BUILTIN_NAMES = ("exact", "regex", "reasoning-gym", "math")
+BUILTIN_NAMES = ("exact", "regex", "math")
 BATCH_PARAMETER = "completions"
 # Temporary errors of Python, requests, httpx and openai, by name: a function may use any or none.
 _PASSING = {"ConnectionError", "TimeoutError", "Timeout", "TransportError"}
@@ -257,9 +257,6 @@ def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
             return lambda c: float(c.text.strip() == expected_answer(c, answer_field))
         case "regex":
             return regex(answer_field, pattern)
-        case "reasoning-gym":
-            room = load_optional("headrace.reward.builtin_reasoning_gym", "reasoning_gym", "tasks")
-            return room.score  # type: ignore[no-any-return]
         case _:  # "math": 1 if the answer is mathematically equal to the expected one
             equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
             return lambda c: float(equal(c.text, expected_answer(c, answer_field)))
@@ -287,10 +284,3 @@ def expected_answer(completion: Completion, answer_field: str) -> str:
         there = ", ".join(map(str, completion.fields)) or "none"
         raise RewardError(f"reward.answer_field = '{answer_field}' is not a field of the prompt; there are: {there}")
     return str(completion.fields[answer_field]).strip()
-
-
-def tagged_answer(text: str) -> str:
-    """The content of the last <answer>...</answer>, or the whole text if there is none."""
-    before, end_tag, _ = text.rpartition("</answer>")
-    _, start_tag, answer = before.rpartition("<answer>")
-    return (answer if end_tag and start_tag else text).strip()
