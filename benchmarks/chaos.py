@@ -154,7 +154,7 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
             f"reward.function={directory / 'rewards.py'}:score",
             "reward.workers=2",
             "reward.cache=false",
-            "buffer.drop_no_signal=false",
+            "buffer.drop=nothing",
             f"loop.steps={STEPS}",
             f"loop.groups_per_step={GROUPS}",
             "loop.max_lag=1",

@@ -111,7 +111,7 @@ def settings(directory: Path, name: str, case: Case) -> list[str]:
         "rollout.workers=2",
         f"reward.function={REWARD}:takes_{case.reward_ms}_ms",
         "reward.cache=false",
-        "buffer.drop_no_signal=false",
+        "buffer.drop=nothing",
         "place.cluster=ray",
         f"loop.steps={SEEN}",
         f"loop.groups_per_step={GROUPS}",

@@ -90,7 +90,7 @@ def settings(job: Job, learner: dict[str, int]) -> Config:
                 "prefill_tokens": PREFILL_TOKENS,
             },
             "reward": {"function": f"{REWARD}:score", "cache": False},
-            "buffer": {"drop_no_signal": False},
+            "buffer": {"drop": "nothing"},
             "learner": {"lr": 1e-6, **learner},
             "loop": {"steps": job.steps, "groups_per_step": PROMPTS, "max_lag": 0},
         }

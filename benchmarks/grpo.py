@@ -167,7 +167,7 @@ def settings(job: Job, model: Path, prompts: Path, steps: int, arguments: argpar
                 "prefill_tokens": 16384,
             },
             "reward": {"function": f"{REWARD}:score", "cache": False},
-            "buffer": {"drop_no_signal": False},
+            "buffer": {"drop": "nothing"},
             "learner": {"lr": LR, "micro_batch_tokens": arguments.micro_batch_tokens},
             "loop": {"steps": steps, "groups_per_step": job.prompts, "max_lag": arguments.max_lag},
         }

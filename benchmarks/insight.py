@@ -112,7 +112,7 @@ def settings(directory: Path, name: str, case: Case) -> list[str]:
         f"rollout.max_new_tokens={case.answer_tokens}",
         f"reward.function={REWARD}:takes_{round(1e3 * case.reward_s)}_ms",
         "reward.cache=false",
-        "buffer.drop_no_signal=false",
+        "buffer.drop=nothing",
         f"loop.steps={STEPS}",
         f"loop.groups_per_step={GROUPS}",
         *case.settings,

@@ -63,7 +63,7 @@ def steps(directory: Path, seconds: float, lag: float) -> tuple[list[float], lis
     settings = {
         "run.dir": directory, "model.path": "demo", "place.cluster": "ray", "rollout.workers": 2, "loop.max_lag": lag,
         "loop.steps": STEPS, "loop.groups_per_step": 8, "rollout.samples": 4, "prompts.eval_count": 8,
-        "rollout.max_new_tokens": 16, "model.threads": 1, "buffer.drop_no_signal": False,
+        "rollout.max_new_tokens": 16, "model.threads": 1, "buffer.drop": "nothing",
     }  # fmt: skip
     listener = Listener()
     api.train(

@@ -106,7 +106,7 @@ class World:
         return Config(
             model=ModelSection(exact=self.exact),
             rollout=RolloutSection(samples=SAMPLES),
-            buffer=BufferSection(drop_overlong=True, patience=100),
+            buffer=BufferSection(drop="no_signal,overlong", patience=100),
             loop=LoopSection(steps=self.steps, max_lag=self.max_lag, groups_per_step=self.groups_per_step),
             recovery=RecoverySection(every_steps=self.every_steps, in_flight=self.rule),
         )

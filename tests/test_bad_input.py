@@ -33,7 +33,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     ("architecture", "message"),
     [
         ("frobnicate", r"'frobnicate', which transformers \S+ does not know"),
-        ("t5", "not as a causal language model"),
+        ("t5", "not as a causal LM"),
     ],
 )
 def test_an_architecture_that_cannot_be_run_is_named(workshop: Workshop, architecture: str, message: str):

@@ -137,7 +137,7 @@ def test_all_mistakes_come_at_once(toml):
         "unknown setting steps",
         "loop.max_lag",
         "rollout.samples = 1 and learner.advantage",
-        "rollout.samples = 1 and buffer.drop_no_signal",
+        "rollout.samples = 1 and buffer.drop = 'no_signal'",
         "learner.loss",
     ]
     assert all(part in line for part, line in zip(order, lines[1:], strict=True)), lines
@@ -163,7 +163,7 @@ def test_adapters_are_refused_where_they_have_no_meaning(overrides: tuple[str, .
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("model.exact=true", "not those of the learner to the bit"),
+        ("model.exact=true", "not the learner's to the bit"),
         ("rollout.speculate=4", "put its own flags into rollout.command"),
         ("rollout.kv_tokens=4096", "put its own flags into rollout.command"),
         ("rollout.max_wall_s=3", "cannot lay answers aside"),
@@ -302,7 +302,7 @@ def test_what_is_no_path_is_not_rooted(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("demo", "arithmetic", "exact"):
         (tmp_path / name).mkdir()
     assert rooted(Config()) == Config()
-    words = ["model.path=owner/name", "prompts.source=reasoning-gym:chain_sum", "reward.function=exact"]
+    words = ["model.path=owner/name", "prompts.source=/no/such.jsonl", "reward.function=exact"]
     assert rooted(load_config(None, words)) == load_config(None, words)
 
 
@@ -316,6 +316,8 @@ correction_high = 4.0
 shuffle = false
 [buffer]
 min_share = 0.5
+drop_no_signal = false
+drop_overlong = true
 [publish]
 bucket_mb = 32
 """
@@ -326,6 +328,7 @@ def test_the_settings_of_a_run_of_an_older_release_are_understood(toml):
     assert config.learner.betas == (0.8, 0.95)
     assert config.learner.correction_limits == (0.25, 4.0)
     assert config.prompts.select == "in-order"
+    assert config.buffer.drop == "overlong"
 
 
 def test_a_file_of_a_user_is_told_what_is_no_setting(toml):

@@ -28,7 +28,7 @@ DEMOS = ("demo", "demo-chat")  # models that are made on the spot
 BUILT_IN = {  # settings that take the name of a function, too
     "prompts.select": ("uniform", "in-order", "signal"),
     "learner.advantage": ("grpo", "dr-grpo", "rloo", "reinforce++", "gae"),
-    "learner.loss": ("ppo", "decoupled-ppo", "cispo", "gspo", "reinforce"),
+    "learner.loss": ("ppo", "decoupled-ppo", "cispo", "gspo", "reinforce", "tba"),
 }
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -86,10 +86,10 @@ class PromptsSection(SettingsSection):
 
     source: Home = setting(
         "arithmetic",
-        "'arithmetic', 'reasoning-gym:TASK', a .jsonl, .json, .csv or .parquet file, a datasets directory, "
+        "'arithmetic', a .jsonl, .json, .csv or .parquet file, a datasets directory, "
         "or file.py:function (count, seed) -> records",
     )
-    count: PositiveInt = setting(20_000, "prompts made by arithmetic or reasoning-gym", most=10**7)
+    count: PositiveInt = setting(20_000, "prompts made by arithmetic or a function", most=10**7)
     prompt_field: str = setting("prompt", "field with the prompt text or the chat messages")
     system: str = setting("", "system message put before every chat")
     chat: Literal["auto", "always", "never"] = setting(
@@ -122,21 +122,16 @@ class RolloutSection(SettingsSection):
     min_p: BelowOne = setting(0.0, "keep tokens at least this likely relative to the likeliest")
     stop: tuple[str, ...] = setting((), "an answer also ends after one of these strings")
     workers: PositiveInt = setting(
-        1,
-        "engines, each with a copy of the weights; several need place.cluster=ray",
-        most=MOST_PROCESSES,
+        1, "engines, each with a copy of the weights; several need place.cluster=ray", most=MOST_PROCESSES
     )
     max_running: PositiveInt = setting(256, "sequences decoded at a time, per engine", most=2**16)
     prefill_tokens: PositiveInt = setting(2048, "prompt tokens computed per engine step, at most")
     kv_tokens: NonNegativeInt = setting(0, "tokens in the key/value cache; 0 sizes it from memory")
     speculate: NonNegativeInt = setting(
-        0,
-        "speculative decoding: n-gram drafts of this many tokens from earlier answers; 0 is off",
-        most=16,
+        0, "speculative decoding: n-gram drafts of this many tokens from earlier answers; 0 is off", most=16
     )
     on_update: Literal["keep", "recompute", "drain"] = setting(
-        "keep",
-        "running requests when weights change: keep their cache, recompute it, or finish first",
+        "keep", "running requests when weights change: keep their cache, recompute, or finish first"
     )
     max_wall_s: Seconds = setting(0.0, "seconds an answer may be decoded at a stretch; 0 is off")
     on_wall: Literal["cut", "park"] = setting(
@@ -147,18 +142,15 @@ class RolloutSection(SettingsSection):
 class RewardSection(SettingsSection):
     """Scoring."""
 
-    function: Name = setting(
-        "",
-        "module:function, file.py:function, or exact, regex, reasoning-gym, math; empty: the source's own",
-    )
+    function: Name = setting("", "module:function, file.py:function, or exact, regex, math; empty: the source's own")
     answer_field: str = setting("answer", "field with the expected answer (exact, regex, math)")
-    pattern: str = setting("", "regular expression; its last match, or that one's group, is the answer")
+    pattern: str = setting("", "regular expression; its last match, or its group, is the answer")
     workers: NonNegativeInt = setting(
         1,
         "processes that score; 0 scores in this process, for functions that are fast and trusted",
         most=MOST_PROCESSES,
     )
-    timeout_s: Timeout = setting(10.0, "seconds for one verdict; a slower one is a drop, not a zero")
+    timeout_s: Timeout = setting(10.0, "seconds for a verdict; a slower one is a drop, not a zero")
     retries: NonNegativeInt = setting(1, "more tries after crash, timeout, disconnect", most=1000)
     sandbox: bool = setting(False, "run it and environments under bubblewrap: no network, no files but the code's")
     cache: bool = setting(True, "score the same answer to the same prompt once")
@@ -174,7 +166,7 @@ class EpisodeSection(SettingsSection):
         "an agent that asks the OpenAI-compatible endpoint for its turns: a command, file.py:function "
         "(task, base_url, api_key) -> reward, or 'remote'",
     )
-    listen: str = setting("127.0.0.1:0", "host:port of the endpoint for agents; port 0 takes a free one")
+    listen: str = setting("127.0.0.1:0", "host:port of the endpoint for agents; port 0: a free one")
     workers: PositiveInt = setting(
         1, "processes for environments, or for agents that are functions; 16 commands run for each", most=MOST_PROCESSES
     )
@@ -190,9 +182,13 @@ class EpisodeSection(SettingsSection):
 class BufferSection(SettingsSection):
     """Which groups are trained on."""
 
-    drop_no_signal: bool = setting(True, "drop groups with equal rewards: their gradient is zero")
-    drop_overlong: bool = setting(False, "drop answers cut at max_new_tokens or max_wall_s")
+    drop: Literal["no_signal", "overlong", "no_signal,overlong", "nothing"] = setting(
+        "no_signal", "groups with equal rewards (their gradient is zero), answers cut at max_new_tokens or max_wall_s"
+    )
     filters: tuple[str, ...] = setting((), "module:function or file.py:function; group -> keep it?")
+    replay: tuple[NonNegativeInt, PositiveInt] = setting(
+        (0, 4), "groups of earlier steps that each step trains on again, and how often one is trained on at most"
+    )
     patience: PositiveInt = setting(16, "stop after dropping all groups of this many steps")
 
 
@@ -229,24 +225,22 @@ class LearnerSection(SettingsSection):
         1.0, "of rewards of later turns in a turn's return (credit per turn or state), or of later tokens (gae)"
     )
     loss: Name = setting(
-        "ppo", "ppo, decoupled-ppo, cispo, gspo, reinforce, or file.py:function (LossInput) -> LossTerms"
+        "ppo", "ppo, decoupled-ppo, cispo, gspo, reinforce, tba, or file.py:function (LossInput) -> LossTerms"
     )
     aggregation: Literal["token", "sequence", "constant"] = setting(
-        "token",
-        "mean over the step's tokens, over its sequences' means, or sum over a constant length",
+        "token", "mean of the step's tokens, of its sequences' means, or sum over a constant length"
     )
     clip_low: NonNegativeFloat = setting(0.2, "the ratio is clipped below 1 - clip_low")
     clip_high: NonNegativeFloat = setting(0.28, "the ratio is clipped above 1 + clip_high")
     correction: Literal["none", "truncated", "masked"] = setting(
-        "none",
-        "importance weight proximal/behaviour: truncate it at a limit, or mask outside two limits",
+        "none", "importance weight proximal/behaviour: truncate it at a limit, or mask outside two limits"
     )
     correction_limits: tuple[NonNegativeFloat, PositiveFloat] = setting(
-        (0.5, 2.0), "the second is the largest weight; masked: a weight outside the two drops the token"
+        (0.5, 2.0), "the second is the largest weight; masked: a weight outside them drops the token"
     )
     kl_coef: NonNegativeFloat = setting(
         0.0,
-        "weight of the divergence (KL) from the reference, the weights before the first step; 0 is off",
+        "weight of the divergence (KL) from the reference, the weights before any step; 0 is off",
         most=MOST,
     )
     teacher: Home = setting("", "directory or .gguf file of another reference, with the same vocabulary: distillation")
@@ -254,7 +248,7 @@ class LearnerSection(SettingsSection):
     kl_in: Literal["loss", "reward"] = setting("loss", "add the KL to the loss, or take it off the reward")
     lora_rank: NonNegativeInt = setting(
         0,
-        "train adapters (LoRA) of this rank beside every linear layer instead of the weights; 0 is off",
+        "train adapters (LoRA) of this rank beside all linear layers, not the weights; 0 is off",
         most=2**14,
     )
     lora_alpha: PositiveFloat = setting(32.0, "scale of adapters: lora_alpha / lora_rank", most=MOST)
@@ -262,7 +256,7 @@ class LearnerSection(SettingsSection):
     @property
     def in_whole_steps(self) -> bool:
         """Whether a step's first update needs all of its groups."""
-        return self.advantage == "gae" or self.epochs * self.minibatches > 1
+        return self.advantage == "gae" or self.loss == "tba" or self.epochs * self.minibatches > 1
 
 
 class LoopSection(SettingsSection):
@@ -277,7 +271,7 @@ class LoopSection(SettingsSection):
         0, "how many versions old a trained token may be; 0 is strictly on-policy, 0.5 half a step ahead", most=10_000
     )
     eval_every: NonNegativeInt = setting(0, "steps between evaluations; 0: only before and after")
-    keep_best: bool = setting(False, "keep the weights of the best evaluation during training in best/")
+    keep_best: bool = setting(False, "keep the weights of the best evaluation of training in best/")
     eval_samples: PositiveInt = setting(1, "answers per held-out prompt", most=10_000)
     eval_temperature: NonNegativeFloat = setting(
         1.0, "for evaluation, over the whole vocabulary; 0 is greedy", most=MOST
@@ -298,12 +292,10 @@ class RecoverySection(SettingsSection):
     every_steps: PositiveInt = setting(10, "write a checkpoint every this many steps")
     keep: PositiveInt = setting(2, "checkpoints that stay on disk")
     journal_steps: NonNegativeInt = setting(
-        1000,
-        "steps whose tokens stay in the ledger, besides those that a restart needs; 0 keeps all",
+        1000, "steps whose tokens stay in the ledger, besides what a restart needs; 0 keeps all"
     )
     in_flight: Literal["requeue", "resume", "drop"] = setting(
-        "requeue",
-        "answers under way when the run died: start again, go on from the checkpoint, or leave out",
+        "requeue", "answers under way when the run died: start again, go on from the checkpoint, or leave out"
     )
     hang_s: Seconds = setting(
         600.0, "stop the run when nothing has moved for this long, plus reward.timeout_s; 0 is off"
@@ -314,8 +306,7 @@ class LedgerSection(SettingsSection):
     """Export of the run's rows and of samples of its answers."""
 
     samples_every: NonNegativeInt = setting(
-        10,
-        "show an answer or two to one prompt, trained on or not, every this many steps; 0 is off",
+        10, "show an answer or two to a prompt, trained on or not, every so many steps; 0 is off"
     )
     sinks: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = setting((), "export rows there")
 
@@ -327,8 +318,7 @@ class PublishSection(SettingsSection):
         "full", "all weights, those whose bits changed, or a LoRA adapter alone"
     )
     transport: Literal["object_store", "collective", "disk"] = setting(
-        "object_store",
-        "Ray's shared memory, a broadcast between processes, or files in the run directory",
+        "object_store", "Ray's shared memory, a broadcast between processes, or files in the run directory"
     )
     timeout_s: PositiveFloat = setting(
         120.0, "an engine that does not have new weights by then is replaced", most=MOST_S
@@ -339,13 +329,11 @@ class PlaceSection(SettingsSection):
     """Where the stages run."""
 
     cluster: Literal["local", "ray"] = setting(
-        "local",
-        "every stage in this process (reward functions beside it), or workers of a Ray cluster",
+        "local", "every stage in this process (rewards beside it), or workers of a Ray cluster"
     )
     address: Name = setting("", "Ray cluster; empty: RAY_ADDRESS, or a local one for this run")
     layout: Literal["disaggregated", "colocated"] = setting(
-        "disaggregated",
-        "on Ray: rollout and learner on their own devices, or in turns on the same ones",
+        "disaggregated", "on Ray: rollout and learner on devices of their own, or in turns on the same"
     )
 
 
@@ -383,14 +371,14 @@ class Config(SettingsSection):
 
 
 def _of_learning(config: Config) -> Iterator[str]:
-    learner, samples, max_lag = config.learner, config.rollout.samples, config.loop.max_lag
+    learner, samples = config.learner, config.rollout.samples
     if samples < 2 and learner.advantage in ("grpo", "dr-grpo", "rloo"):
         yield (
             f"rollout.samples = 1 and learner.advantage = '{learner.advantage}': "
             "a group of one has no baseline; use at least 2 samples, 'reinforce++' or 'gae'"
         )
-    if samples < 2 and config.buffer.drop_no_signal and learner.advantage != "gae":
-        yield "rollout.samples = 1 and buffer.drop_no_signal = true: every group would be dropped"
+    if samples < 2 and "no_signal" in config.buffer.drop and learner.advantage != "gae":
+        yield f"rollout.samples = 1 and buffer.drop = '{config.buffer.drop}': every group would be dropped"
     if learner.correction == "masked" and learner.correction_limits[0] >= learner.correction_limits[1]:
         yield "learner.correction_limits: the first must be smaller than the second"
     if config.reward.function == "regex" and not config.reward.pattern:
@@ -404,11 +392,6 @@ def _of_learning(config: Config) -> Iterator[str]:
         )
     if config.publish.encoding == "adapter" and not learner.lora_rank:
         yield ("publish.encoding = 'adapter' and learner.lora_rank = 0: there are no adapters; use full or delta")
-    if learner.loss == "reinforce" and max_lag and learner.correction == "none":
-        yield (
-            f"learner.loss = 'reinforce' and loop.max_lag = {max_lag}: nothing corrects for old "
-            "samples; set learner.correction = 'truncated', or take another loss"
-        )
     if learner.correction == "truncated" and learner.loss in ("cispo", "gspo"):
         yield (
             f"learner.correction = 'truncated' and learner.loss = '{learner.loss}': that loss bounds "
@@ -424,6 +407,21 @@ def _of_algorithms(config: Config) -> Iterator[str]:
             yield f"{key} = '{given}' is none of {known}, and names no 'file.py:function'"
     if learner.advantage == "gae" and learner.credit != "episode":
         yield f"learner.advantage = 'gae' and learner.credit = '{learner.credit}': the critic credits each token itself"
+    max_lag, replay = config.loop.max_lag, config.buffer.replay
+    if replay[0] and replay[1] < 2:
+        yield f"buffer.replay = {list(replay)}: what is trained on once at most is never trained on again"
+    if learner.loss == "reinforce" and (max_lag or replay[0]) and learner.correction == "none":
+        old = f"loop.max_lag = {max_lag}" if max_lag else f"buffer.replay = {list(replay)}"
+        yield (
+            f"learner.loss = 'reinforce' and {old}: nothing corrects for old samples; set learner.correction = "
+            "'truncated', or take another loss"
+        )
+    own = {"advantage": "grpo", "credit": "episode", "correction": "none", "kl_in": "reward"}
+    if learner.loss == "tba" and (wrong := [key for key, value in own.items() if getattr(learner, key) != value]):
+        told = ", ".join(f"learner.{key} = '{own[key]}'" for key in wrong)
+        yield f"learner.loss = 'tba' weighs whole answers by reward and reference itself: it needs {told}"
+    if learner.loss == "tba" and not learner.kl_coef:
+        yield "learner.loss = 'tba' needs learner.kl_coef: it seeks the policy reference x exp(reward / kl_coef)"
     if learner.teacher and not learner.kl_coef:
         yield "learner.teacher needs learner.kl_coef, the weight of the divergence from it"
     if learner.minibatches > 1 and learner.minibatches * learner.ranks > config.loop.groups_per_step:
@@ -468,7 +466,7 @@ def _of_engines(config: Config) -> Iterator[str]:
     truncates = rollout.top_k or rollout.top_p < 1 or rollout.min_p
     told = f"it tells what they left only with a top_k up to {MOST_TOP_K}"
     cannot = {
-        "model.exact = true: its log-probs are not those of the learner to the bit": config.model.exact,
+        "model.exact = true: its log-probs are not the learner's to the bit": config.model.exact,
         "rollout.speculate or kv_tokens: put its own flags into rollout.command": rollout.speculate
         or rollout.kv_tokens,
         f"rollout.max_wall_s = {rollout.max_wall_s}: it cannot lay answers aside": rollout.max_wall_s,

@@ -180,6 +180,12 @@ def _renew(given: dict[str, Given]) -> None:
             given[new] = [value for value, _ in pair], pair[0][1]
     if (shuffled := given.pop("prompts.shuffle", None)) is not None:
         given["prompts.select"] = "uniform" if shuffled[0] else "in-order", shuffled[1]
+    drops = {name: given.pop(f"buffer.drop_{name}", None) for name in ("no_signal", "overlong")}
+    if written := [where for _, where in filter(None, drops.values())]:
+        given["buffer.drop"] = (
+            ",".join(name for name, is_on in drops.items() if is_on and is_on[0]) or "nothing",
+            written[0],
+        )
     for key in GONE:
         given.pop(key, None)
 

@@ -184,6 +184,7 @@ class Row:
     )
     generated_tokens: int = _total("tokens/generated", "tokens generated", "tokens")
     trained_tokens: int = _total("tokens/trained", "tokens trained on", "tokens")
+    again_tokens: int = _total("tokens/again", "tokens of earlier steps, trained on again", "tokens")
     dropped_tokens: Mapping[str, int]  # by reason
     backlog_tokens: int = _metric("tokens/backlog", "tokens buffered and in flight after the step", "tokens", "last")
     preemptions: int = _total(

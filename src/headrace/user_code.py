@@ -45,7 +45,7 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
         module = importlib.import_module(place) if path is None else _load_file(path.resolve())
     except (Exception, SystemExit) as wrong:  # importing runs the user's code
         told = f"'{place}' cannot be imported:\n{short_traceback(wrong)}"
-        # the module itself is missing, or a package that it is in, and not something that it imports
+        # the module itself is missing, or a package it is in, and not something that it imports
         if path is None and isinstance(wrong, ModuleNotFoundError) and f"{place}.".startswith(f"{wrong.name}."):
             told = f"there is no module '{place}' ({wrong})"
         raise error(f"{setting}: {told}") from wrong

@@ -50,7 +50,7 @@ def make(
     books = Books()
     buffer = Buffer(
         LagPolicy(max_lag=max_lag, groups_per_step=size, most_at_once=most_at_once),
-        Sieve(BufferSection(drop_overlong=overlong)),
+        Sieve(BufferSection(drop="no_signal,overlong" if overlong else "no_signal")),
         patience=patience,
         on_buffered=books.on_buffered,
         on_drop=books.on_drop,

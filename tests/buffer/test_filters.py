@@ -63,7 +63,7 @@ def test_groups_of_equal_rewards_have_no_signal():
     sieve = Sieve(BufferSection())
     assert reasons(sieve, group(rewards=[0.5, 0.5])) == ([], [(0, "no_signal"), (1, "no_signal")])
     assert reasons(sieve, group(rewards=[0.5, 0.5, 0.25])) == ([0, 1, 2], [])
-    keeps_all = Sieve(BufferSection(drop_no_signal=False))
+    keeps_all = Sieve(BufferSection(drop="nothing"))
     assert reasons(keeps_all, group(rewards=[0.5, 0.5])) == ([0, 1], [])
 
 
@@ -71,13 +71,13 @@ def test_overlong_drops_only_the_cut_answers():
     finishes = [FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP, FinishReason.WALL]
     answers = [trajectory(index=i, finish=finish, reward=float(i)) for i, finish in enumerate(finishes)]
     assert reasons(Sieve(BufferSection()), group_of(*answers)) == ([0, 1, 2, 3], [])
-    sieve = Sieve(BufferSection(drop_overlong=True))
+    sieve = Sieve(BufferSection(drop="no_signal,overlong"))
     assert reasons(sieve, group_of(*answers)) == ([1, 2], [(0, "overlong"), (3, "overlong")])
 
 
 def test_every_answer_cut_leaves_nothing():
     answers = [trajectory(index=i, finish=FinishReason.LENGTH, reward=float(i)) for i in range(2)]
-    kept, dropped = Sieve(BufferSection(drop_overlong=True)).sift(group_of(*answers))
+    kept, dropped = Sieve(BufferSection(drop="no_signal,overlong")).sift(group_of(*answers))
     assert kept is None
     assert [reason for _, reason in dropped] == [DropReason.OVERLONG, DropReason.OVERLONG]
 
@@ -87,7 +87,7 @@ def test_signal_is_looked_for_in_what_is_left():
     cut = trajectory(index=0, finish=FinishReason.LENGTH, reward=0.0)
     rest = [trajectory(index=i, reward=1.0) for i in (1, 2)]
     expected = [(0, "overlong"), (1, "no_signal"), (2, "no_signal")]
-    assert reasons(Sieve(BufferSection(drop_overlong=True)), group_of(cut, *rest)) == ([], expected)
+    assert reasons(Sieve(BufferSection(drop="no_signal,overlong")), group_of(cut, *rest)) == ([], expected)
 
 
 IN_BOTH = pytest.mark.parametrize("workers", [0, 1])
@@ -125,7 +125,7 @@ async def test_filters_are_not_asked_about_cut_answers(filter_file: WriteFilters
     path = filter_file("def one(group):\n    return len(group.trajectories) == 1\n")
     scorer = Scorer(RewardSection(workers=0, function="exact"), max_new_tokens=10, filters=[f"{path}:one"])
     await scorer.start()
-    sieve = Sieve(BufferSection(filters=(f"{path}:one",), drop_overlong=True), scorer.keeps)
+    sieve = Sieve(BufferSection(filters=(f"{path}:one",), drop="no_signal,overlong"), scorer.keeps)
     cut = [trajectory(index=i, finish=FinishReason.LENGTH, reward=float(i)) for i in range(2)]
     assert await sieve.refusal(group_of(*cut)) is None
     assert await sieve.refusal(group_of(*cut, trajectory(index=2))) is None

@@ -218,7 +218,7 @@ class Told(api.Watcher):
 
 def test_a_turn_limit_is_an_end_with_a_reward(workshop: ChatWorkshop):
     watcher = Told()
-    api.train(workshop.config("endless", "loop.steps=1", "buffer.drop_no_signal=false", reward="Endless"), watcher)
+    api.train(workshop.config("endless", "loop.steps=1", "buffer.drop=nothing", reward="Endless"), watcher)
     assert watcher.facts["reward"].endswith(":Endless")
     found = trained(workshop.directory / "endless")
     assert {(len(t.turns), t.reward) for t in found} == {(2, 0.0)}

@@ -167,7 +167,7 @@ def reference_total(name: str, x: list[float], frozen: list[float], p: list[floa
     if name == "cispo":
         ratios = [min(max(math.exp(frozen[i] - b[i]), 1 - LOW), 1 + HIGH) for i in range(len(x))]
         return sum(-ratios[i] * a[i] * x[i] for i in range(len(x)))
-    if name == "reinforce":
+    if name in ("reinforce", "tba"):
         return sum(-a[i] * x[i] for i in range(len(x)))
     total = 0.0  # gspo: a sequence's objective, times its length because the terms are summed and not averaged
     for sequence in set(ids):

@@ -16,7 +16,7 @@ from headrace.errors import ConfigError, ModelError
 from headrace.policy.demo import chat_tokenizer
 from headrace.runs.audit import audit
 
-DISTILLING = ("learner.kl_coef=1", "learner.kl_estimator=k2", "buffer.drop_no_signal=false", "learner.lr=3e-3")
+DISTILLING = ("learner.kl_coef=1", "learner.kl_estimator=k2", "buffer.drop=nothing", "learner.lr=3e-3")
 
 
 @pytest.fixture(scope="module")

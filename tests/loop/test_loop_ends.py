@@ -341,7 +341,7 @@ def test_an_interrupt_while_filters_are_asked(workshop: Workshop, rule: str):
     path, run = workshop.directory / f"sleepy_{rule}.py", workshop.directory / f"sleepy-{rule}"
     path.write_text(KEEPS_EIGHT)
     extra = (f'buffer.filters=["{path}:sleepy"]', "loop.max_lag=2", f"recovery.in_flight={rule}", "loop.steps=4")
-    config = workshop.config(run.name, *extra, "reward.timeout_s=300", "buffer.drop_no_signal=false", reward="dense")
+    config = workshop.config(run.name, *extra, "reward.timeout_s=300", "buffer.drop=nothing", reward="dense")
 
     def meddle(place: Place, loop: Loop) -> None:
         loop.on_row = lambda row: loop.interrupt() if row.step == 2 else None
@@ -359,7 +359,7 @@ async def test_a_run_is_complete_while_filters_are_asked(workshop: Workshop):
     path.write_text(KEEPS_EIGHT)
     extra = (f'buffer.filters=["{path}:sleepy"]', "loop.max_lag=2", "loop.steps=2", "reward.timeout_s=300")
     async with asyncio.timeout(PATIENT_S):
-        await play(workshop.config("asked", *extra, "buffer.drop_no_signal=false", reward="dense"))
+        await play(workshop.config("asked", *extra, "buffer.drop=nothing", reward="dense"))
     assert_all_accounted_for(workshop.directory / "asked")
 
 

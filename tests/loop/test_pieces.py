@@ -78,7 +78,7 @@ async def run(config: Config, run_dir: Path, drawn: list[list[Piece]], *, resume
 def test_trained_booked_killed_resumed_and_shown(workshop: Workshop, drawn: list[list[Piece]], die_at: int):
     def config(name: str) -> Config:
         return workshop.config(
-            name, f"loop.steps={STEPS}", "recovery.every_steps=2", "run.overwrite=true", "buffer.drop_no_signal=false"
+            name, f"loop.steps={STEPS}", "recovery.every_steps=2", "run.overwrite=true", "buffer.drop=nothing"
         )
 
     unbroken = prepare_run_dir(config("pieces-unbroken"))

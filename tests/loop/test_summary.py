@@ -132,7 +132,7 @@ def test_a_run_without_steps(workshop: Workshop):
 
 def test_drafts_change_speed_and_nothing_else(workshop: Workshop):
     extra = ("loop.steps=1", "rollout.temperature=0.05", "rollout.max_new_tokens=80", "rollout.stop=[]")
-    dense = "buffer.drop_no_signal=false"
+    dense = "buffer.drop=nothing"
     plain, drafted = (
         api.train(workshop.config(f"draft{n}", *extra, dense, f"rollout.speculate={n}", reward="dense")) for n in (0, 8)
     )

@@ -232,7 +232,7 @@ def test_a_model_card_says_what_was_trained_how_and_with_what_result(run: Path, 
     ("words", "message"),
     [
         ([], "where to? Give a directory OUT, or --push owner/name"),
-        (["--push", "tiny"], "'tiny' is not the name of a repository of the hub: write owner/name"),
+        (["--push", "tiny"], "'tiny' is no name of a repository of the hub: write owner/name"),
         (["--push", REPOSITORY], f"cannot be pushed to {REPOSITORY} at http://127.0.0.1:1"),
     ],
 )

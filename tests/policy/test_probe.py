@@ -46,7 +46,7 @@ def test_a_wrong_window_is_noticed_though_it_is_longer_than_a_short_sequence(
 ):
     assert make_policy(architecture, sliding_window=WINDOW, **more).unchecked == ""
     windows_become(monkeypatch, wrong)
-    with pytest.raises(ModelError, match=f"differ by .* after {WINDOW + 8} tokens, more than its sliding window"):
+    with pytest.raises(ModelError, match=f"differ by .* after {WINDOW + 8} tokens, beyond its sliding window"):
         make_policy(architecture, sliding_window=WINDOW, **more)
 
 

@@ -119,7 +119,7 @@ class Sieve:
 
     section: BufferSection
     keeps: Callable[[str, Group], Awaitable[Score]] | None = None  # a filter: its reward is 1 or 0
-    learner: LearnerSection = field(default_factory=LearnerSection)  # which decides what is a signal
+    learner: LearnerSection = field(default_factory=LearnerSection)  # decides what is a signal
     first_error: str = ""
 
     async def refusal(self, group: Group) -> str | None:
@@ -143,7 +143,7 @@ class Sieve:
         """
         group, dropped = self._uncut(group)
         reason = refusal if group.trajectories else DropReason.INCOMPLETE
-        if reason is None and self.section.drop_no_signal and self.learner.advantage != "gae":
+        if reason is None and "no_signal" in self.section.drop and self.learner.advantage != "gae":
             answers, by_turn = group.trajectories, self.learner.credit != "episode"
             parts = [(*(turn.reward for turn in t.turns), *sorted(t.reward_parts.items())) for t in answers]
             if len({(t.reward, *(own if by_turn else ())) for t, own in zip(answers, parts, strict=True)}) == 1:
@@ -153,8 +153,8 @@ class Sieve:
         return None, dropped + [(t, reason) for t in group.trajectories]
 
     def _uncut(self, group: Group) -> tuple[Group, Dropped]:
-        """The group without the answers that `drop_overlong` drops, and those."""
-        if not self.section.drop_overlong:
+        """The group without the answers that are dropped because they were cut, and those."""
+        if "overlong" not in self.section.drop:
             return group, []
         kept = tuple(t for t in group.trajectories if not t.finish.cut)
         return replace(group, trajectories=kept), [(t, DropReason.OVERLONG) for t in group.trajectories if t.finish.cut]

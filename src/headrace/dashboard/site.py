@@ -228,7 +228,7 @@ class Field(NamedTuple):
         return None
 
 
-_PARSE: dict[str, Callable[[str], Any]] = {"model": sized_shape, "reward_s": seconds}  # else amounts
+_PARSE: dict[str, Callable[[str], Any]] = {"model": sized_shape, "reward_s": seconds}
 _FORM = read_toml(Path(__file__).with_name("form.toml"))
 FIELDS = {name: Field(parse=_PARSE.get(name, amount), **field) for name, field in _FORM.items()}
 MOST_ANSWERS = FIELDS["num_prompts"].between[1]  # of a step

@@ -62,8 +62,8 @@ class Calibration:
             groups_per_step=config.loop.groups_per_step,
             samples=config.rollout.samples,
             max_new_tokens=config.episode.max_tokens if played else config.rollout.max_new_tokens,
-            drop_overlong=config.buffer.drop_overlong,
-            no_signal_share=self.workload.no_signal_share if config.buffer.drop_no_signal else 0.0,
+            drop_overlong="overlong" in config.buffer.drop,
+            no_signal_share=self.workload.no_signal_share if "no_signal" in config.buffer.drop else 0.0,
         )
         return Calibration(workload=workload, machine=machine, max_lag=config.loop.max_lag)
 

@@ -108,7 +108,9 @@ class _Simulation:
         self.loop = asyncio.get_running_loop()
         self.version = self.published = 0  # the learner's, and that of the engines
         self._rng = np.random.default_rng(seed)
-        section = BufferSection(drop_overlong=workload.drop_overlong, drop_no_signal=workload.samples > 1)
+        kinds = {"no_signal": workload.samples > 1, "overlong": workload.drop_overlong}
+        drop = ",".join(kind for kind, is_on in kinds.items() if is_on) or "nothing"
+        section = BufferSection.model_validate({"drop": drop})
         policy = LagPolicy(
             max_lag=max_lag,
             groups_per_step=workload.groups_per_step,

@@ -116,7 +116,7 @@ class Workload:
     prompt_tokens: float = 0.0
     no_signal_share: float = 0.0  # of the groups: all their rewards are equal, so they are dropped
     max_new_tokens: int = 0  # answers of this length were cut; 0: none is
-    drop_overlong: bool = False  # as buffer.drop_overlong
+    drop_overlong: bool = False  # as buffer.drop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

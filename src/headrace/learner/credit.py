@@ -48,7 +48,7 @@ def credits(
 
 
 def token_rewards(t: Trajectory) -> FloatArray:
-    """Of each sampled token: a turn's reward comes with its last one, the rest with the very last."""
+    """Of each sampled token: a turn's reward comes with its last, the rest with the very last."""
     given = np.zeros(t.num_sampled_tokens, np.float32)
     for turn, end in zip(t.turns, np.cumsum([turn.end - turn.start for turn in t.turns]), strict=True):
         given[max(end, 1) - 1] += turn.reward or 0.0

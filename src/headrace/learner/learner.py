@@ -10,7 +10,7 @@ several updates per step (`learner.epochs`, `learner.minibatches`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
@@ -28,7 +28,7 @@ from headrace.errors import ModelError
 from headrace.kernels import AVAILABLE, adamw
 from headrace.learner.batch import Batch, balanced, pack
 from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
-from headrace.learner.objective import STD_FLOOR, gae, normaliser, objective
+from headrace.learner.objective import STD_FLOOR, balance, gae, normaliser, objective
 from headrace.measured import Mismatch, StepStats
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy, load_policy
@@ -121,8 +121,7 @@ class Learner:
     @torch.no_grad()
     def mismatch(self, trajectories: Sequence[Trajectory]) -> Mismatch:
         """With a sharding: of this rank's part of the `trajectories`, summed over all ranks."""
-        nothing = [np.zeros(t.num_sampled_tokens, np.float32) for t in trajectories]
-        items = [Item(trajectory=t, advantage=none) for t, none in zip(trajectories, nothing, strict=True)]
+        items = [Item(trajectory=t, advantage=np.zeros(t.num_sampled_tokens, np.float32)) for t in trajectories]
         return self._from_start(items)[1]
 
     def accumulate(self, items: Sequence[Item]) -> None:
@@ -177,6 +176,8 @@ class Learner:
             stats = self._update()
         else:
             items, mismatch = self._from_start(items)
+            if self.section.loss == "tba":
+                items = self._balanced(items)
             updates = []
             for k in [*range(self.section.minibatches)] * self.section.epochs:
                 self._add([item for item in items if item.minibatch == k])
@@ -204,6 +205,14 @@ class Learner:
             given = self._whitened(given)
         mismatch = mismatch_of(sums if self.sharding is None else self.sharding.reduced(sums))
         return [replace(x, advantage=a, start=s) for x, a, s in zip(items, given, starts, strict=True)], mismatch
+
+    def _balanced(self, items: Sequence[Item]) -> list[Item]:
+        """Items with the advantages of trajectory balance; until then they are rewards."""
+        moved = [x.start[0] - x.reference for x in items if x.start is not None and x.reference is not None]
+        costs = [self.section.kl_coef * own.sum(dtype=np.float64) for own in moved]
+        worth = {x.trajectory.id: float(x.advantage - cost) for x, cost in zip(items, costs, strict=True)}
+        found = balance(worth if self.sharding is None else self.sharding.joined(worth))
+        return [replace(x, advantage=found[x.trajectory.id]) for x in items]
 
     def _whitened(self, advantages: Sequence[np.ndarray]) -> list[FloatArray]:
         """Over all tokens of the step the mean becomes 0 and the standard deviation 1."""
@@ -483,3 +492,9 @@ class Sharding:
         """The `values`, in place, over all ranks."""
         dist.all_reduce(values, operation)
         return values
+
+    def joined(self, found: Mapping[str, float]) -> dict[str, float]:
+        """What all ranks have found."""
+        known: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(known, dict(found))
+        return {key: value for one in known for key, value in one.items()}

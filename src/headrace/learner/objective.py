@@ -17,6 +17,7 @@ it must not become an infinity. A clamped ratio has no gradient. A NaN log-prob 
 the step sees it and is skipped.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -134,6 +135,19 @@ def gae(rewards: Sequence[Rewards], values: Sequence[Rewards], *, discount: floa
     return [found[:length, i] for i, length in enumerate(lengths)]
 
 
+def balance(worth: Mapping[str, float]) -> dict[str, float]:
+    """By trajectory id, for trajectory balance: how far its worth is above the mean of its group's.
+
+    A trajectory's worth is reward - kl_coef * log(current / reference), its log-probs summed. The mean
+    over the group estimates kl_coef * log Z, so the gradient of -A log(current) is, times kl_coef², that
+    of half the squared residual of log Z + log(current) = log(reference) + reward / kl_coef.
+    """
+    groups: dict[str, list[float]] = defaultdict(list)
+    for id in sorted(worth):  # the order decides a sum's last bit
+        groups[id.rpartition("/")[0]].append(worth[id])
+    return {id: value - sum(own := groups[id.rpartition("/")[0]]) / len(own) for id, value in worth.items()}
+
+
 def _centred(rewards: Rewards) -> Advantages:
     values = np.asarray(rewards, np.float64)
     if len(values) == 0 or np.all(values == values[0]):
@@ -214,6 +228,7 @@ LOSSES: Mapping[str, Callable[[LossInput], LossTerms]] = {
     "cispo": cispo,
     "gspo": gspo,
     "reinforce": reinforce,
+    "tba": reinforce,  # advantages of `balance` need no ratio, however old the samples
 }
 # losses that contain proximal / behaviour: a correction may cut it, not multiply it again
 CARRIES_WEIGHT = frozenset({"ppo", "decoupled-ppo", "cispo", "gspo"})

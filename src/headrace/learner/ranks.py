@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -50,7 +50,9 @@ class Intake:
     def _items(self) -> list[Item]:
         pending, self._pending = self._pending, []
         each = [list(zip(group.trajectories, self._costs(group, known), strict=True)) for group, known in pending]
-        if self._section.advantage == "gae":
+        if self._section.loss == "tba":
+            found: list[Any] = [[t.reward for t, _ in pairs] for pairs in each]  # made into advantages by `balance`
+        elif self._section.advantage == "gae":
             found = [[(token_rewards(t) - cost).astype(np.float32) for t, cost in pairs] for pairs in each]
         else:
             rewards = [np.array([t.reward - cost.sum() for t, cost in pairs]) for pairs in each]
@@ -66,7 +68,7 @@ class Intake:
     def _costs(self, group: Group, references: Sequence[FloatArray | None]) -> list[np.ndarray]:
         """Of each sampled token the KL to the reference, where that is taken off the reward."""
         section = self._section
-        if not section.kl_coef or section.kl_in == "loss":
+        if not section.kl_coef or section.kl_in == "loss" or section.loss == "tba":
             return [np.zeros(1)] * len(references)
         costs = []
         for trajectory, reference in zip(group.trajectories, references, strict=True):

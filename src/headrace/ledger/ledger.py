@@ -131,13 +131,10 @@ class Ledger(AbstractContextManager["Ledger"]):
 
         A group of an attempt that a restart has replaced is refused.
         """
-        of = {"serial": group.serial, "attempt": group.attempt, "state": "buffered"}
-        with self.writing() as connection:
+        with self.writing():
             self.closed(group.serial, group.attempt)
             for t in group.trajectories:
-                journal.insert(connection, "trajectories", journal.columns(t) | of)
-                self.transfer("in_flight", "buffered", t.num_sampled_tokens, 1, trajectory_id=t.id)
-                self._keep(t)
+                self._leave_flight(group, t, "buffered", {"state": "buffered"})
             self._ask(group.prompt)
 
     def step_begins(self, step: int, groups: Sequence[Group]) -> None:
@@ -146,6 +143,11 @@ class Ledger(AbstractContextManager["Ledger"]):
         self._check_file()
         with self.writing():
             self.connection.execute("INSERT INTO steps VALUES (?, ?)", (int(step), named))
+
+    def waits(self, group: Group) -> bool:
+        """Whether the group is in the buffer, as the books say: it was not trained on yet."""
+        query = "SELECT 1 FROM trajectories WHERE serial = ? AND attempt = ? AND state = 'buffered'"
+        return bool(self.read(query, (group.serial, group.attempt)))
 
     def trained(self, group: Group, *, version: int) -> None:
         """The present step trained on a group, with the policy `version`."""
@@ -162,27 +164,23 @@ class Ledger(AbstractContextManager["Ledger"]):
         If an earlier attempt at the same trajectory was dropped, this one is booked as redone: it
         was generated again only because of a restart.
         """
-        of = {"serial": group.serial, "attempt": group.attempt, "state": "dropped"}
         before = (
             "SELECT 1 FROM trajectories WHERE serial = ? AND attempt < ? AND idx = ? "
             "AND state = 'dropped' AND drop_reason NOT IN ('redone', 'crashed', 'run_ended')"
         )
-        with self.writing() as connection:
-            if not was_buffered:
-                self._check_open(group.serial, group.attempt)
-                self._ask(group.prompt)
+        with self.writing():
+            if was_buffered:
+                for t, reason in drops:
+                    self.drop_buffered(t.id, t.num_sampled_tokens, reason, _lag(t, version))
+                return
+            self._check_open(group.serial, group.attempt)
+            self._ask(group.prompt)
             for t, reason in drops:
-                lag = _lag(t, version)
-                if was_buffered:
-                    self.drop_buffered(t.id, t.num_sampled_tokens, reason, lag)
-                    continue
                 if self.read(before, (group.serial, group.attempt, int(t.index))):
                     reason = DropReason.REDONE
-                values = journal.columns(t) | of | {"drop_reason": str(reason), "lag": lag}
-                journal.insert(connection, "trajectories", values)
-                dropped = f"{DROPPED}{reason}"
-                self.transfer("in_flight", dropped, t.num_sampled_tokens, 1, trajectory_id=t.id, lag=lag)
-                self._keep(replace(t, replay=None))  # to be read by people: no restart needs it
+                kept = replace(t, replay=None)  # to be read by people: no restart needs it
+                of = {"state": "dropped", "drop_reason": str(reason), "lag": _lag(t, version)}
+                self._leave_flight(group, kept, f"{DROPPED}{reason}", of)
 
     def spans(self, spans: Iterable[StageSpan]) -> None:
         with self.writing() as connection:
@@ -279,7 +277,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         return Books(generated=generated, dropped=dropped, **kept)
 
     def moved_since_row(self) -> dict[str, int]:
-        """Tokens that came into each account since the last row; generated ones into `in_flight`."""
+        """Tokens that came into each account since the last row; generated: `in_flight`."""
         last = "COALESCE((SELECT id FROM transfers WHERE step < ? ORDER BY id DESC LIMIT 1), 0)"
         query = f"SELECT credit, SUM(tokens) FROM transfers WHERE id > {last} GROUP BY credit"
         return dict(self.read(query, (self.step,)))
@@ -338,8 +336,13 @@ class Ledger(AbstractContextManager["Ledger"]):
         query = "UPDATE trajectories SET state = 'dropped', drop_reason = ?, lag = ? WHERE id = ?"
         self.connection.execute(query, (str(reason), lag, id))
 
-    def _keep(self, trajectory: Trajectory) -> None:
-        self.connection.execute("INSERT INTO journal VALUES (?, ?)", (trajectory.id, journal.encode(trajectory)))
+    def _leave_flight(self, group: Group, t: Trajectory, account: str, of: Mapping[str, Any]) -> None:
+        """Book what becomes of a trajectory in flight, with the columns `of`, and keep its tokens."""
+        values = {**journal.columns(t), "serial": group.serial, "attempt": group.attempt, **of}
+        journal.insert(self.connection, "trajectories", values)
+        moved = {"trajectory_id": t.id, "lag": of.get("lag")}
+        self.transfer("in_flight", account, t.num_sampled_tokens, 1, **moved)
+        self.connection.execute("INSERT INTO journal VALUES (?, ?)", (t.id, journal.encode(t)))
 
     def _ask(self, prompt: Prompt) -> None:
         """Keep a prompt's text and fields, the expected answer among them, for people to read."""
@@ -359,8 +362,7 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def _check_open(self, serial: int, number: int) -> None:
         """Refuse what belongs to an attempt that a restart has replaced."""
-        query = "SELECT number, state FROM attempts WHERE serial = ?"
-        found = self.connection.execute(query, (serial,)).fetchall()
+        found = self.read("SELECT number, state FROM attempts WHERE serial = ?", (serial,))
         if found and (number, "open") not in found:
             raise sqlite3.IntegrityError(f"attempt {number} at group {serial} is over: {dict(found)}")
 
@@ -368,7 +370,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         query = "UPDATE attempts SET state = ? WHERE serial = ? AND number = ?"
         self.connection.execute(query, (str(state), int(serial), int(number)))
 
-    def transfer(self, debit: str, credit: str, num_tokens: int, num_trajectories: int, **of: str | int) -> None:
+    def transfer(self, debit: str, credit: str, num_tokens: int, num_trajectories: int, **of: str | int | None) -> None:
         """Move an amount to another account; `of` a trajectory, with `trajectory_id` and `lag`."""
         when = {"at_s": self._clock.now() if self._clock else 0.0, "step": self.step}
         amount = {"tokens": int(num_tokens), "trajectories": int(num_trajectories)}

@@ -5,6 +5,7 @@ Of each trajectory whether it was trained on or dropped, and of each step one ro
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -90,10 +91,11 @@ class RowMaker:
         """Keep the first failure's `detail`, for the summary and for error messages."""
         self.first_reward_failure = self.first_reward_failure or detail
 
-    def make(
-        self, step: int, taken: list[Group], stats: StepStats, *, end_s: float, moved_bytes: int, score: float | None
-    ) -> Row:
-        """Book the row of a step that ended at `end_s`; the next begins now, after an evaluation."""
+    def make(self, step: int, taken: list[Group], stats: StepStats, *, end_s: float, **own: Any) -> Row:
+        """Book the row of a step that ended at `end_s`; the next begins now, after an evaluation.
+
+        `own` are other numbers of the row that the caller knows.
+        """
         running, finished = self._clock.running(), self._clock.drain()
         busy = busy_s([*running, *finished], self._start_s, end_s)
         moved, counts, before = self._ledger.moved_since_row(), self._pool.counts, self._counts
@@ -133,8 +135,7 @@ class RowMaker:
             ratio_outside=stats.mismatch.outside_share,
             **{name: learned[name] for name in ROW_METRICS if name in learned},
             stage_s=StageTimes(**{stage: busy[stage] for stage in STAGES}),
-            publish_bytes=moved_bytes,
-            score=score,
+            **own,
         )
         self._ledger.spans(finished)
         self._ledger.row(row)

@@ -21,6 +21,7 @@ from headrace.ledger.files import BEST
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
 from headrace.loop.groups import Again, Groups, evaluate, in_flight_rule
+from headrace.loop.replay import PastGroups
 from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
 from headrace.measured import STALL, Row, StepStats
@@ -48,6 +49,7 @@ class Loop:
         self.ending = Ending(config.loop)
         self.rows = RowMaker(stages.ledger, stages.clock, stages.pool)
         self.groups = Groups(config, stages, self.rows, self.ending)
+        self.replay = PastGroups(config, stages)
         self.again: list[Again] = []  # groups that a resumed run starts first
         self._taken: list[Group] = []  # the groups of the present step
         self._learning: asyncio.Task[None] | None = None
@@ -166,6 +168,9 @@ class Loop:
         while (group := await stages.buffer.next()) is not None:
             self._taken.append(group)
             await self._add(group)
+        for group in self.replay.choose(self.version + 1):
+            self._taken.append(group)
+            await self._add(group)
         await self._train_on(stages.ranks.intake.rest())
         await self._offered.join()  # one version travels at a time
         if self.config.rollout.on_update == "drain":
@@ -221,10 +226,13 @@ class Loop:
         now = self.stages.clock.now()
         # before new groups may start: what a row counts must not depend on how long this takes
         score = await self._score(step) if may_evaluate else None
-        moved = self.stages.publisher.moved_bytes
-        with self.stages.ledger.writing():
-            self.stages.books.trained(taken, skipped=stats.skipped)
-            row = self.rows.make(step, taken, stats, end_s=now, moved_bytes=moved, score=score)
+        moved, ledger = self.stages.publisher.moved_bytes, self.stages.ledger
+        new = [group for group in taken if ledger.waits(group)]
+        again = sum(group.num_sampled_tokens for group in taken) - sum(group.num_sampled_tokens for group in new)
+        with ledger.writing():
+            self.stages.books.trained(new, skipped=stats.skipped)
+            row = self.rows.make(step, new, stats, end_s=now, publish_bytes=moved, score=score, again_tokens=again)
+        self.replay.trained(step, [(group.serial, group.attempt) for group in taken], skipped=stats.skipped)
         self.ending.row(row)
         if self.config.loop.keep_best and row.score is not None and self.ending.best_step == step:
             await self.stages.device.run(self.stages.ranks.save, self.stages.ledger.run_dir / BEST)
@@ -265,7 +273,7 @@ class Loop:
     # ---- checkpoints
 
     async def checkpoint(self) -> None:
-        """Write a checkpoint while training goes on; skipped while an earlier one is being written."""
+        """Write a checkpoint while training goes on; skipped while an earlier one is written."""
         if self._writing is not None and not self._writing.done():
             return
         stages, version = self.stages, self.version
@@ -281,7 +289,8 @@ class Loop:
                 with stages.clock.span("checkpoint", version=version):
                     await beside(stages.checkpoints.write, version, write_tensors, facts)
                 if kept := self.config.recovery.journal_steps:  # older answers may go
-                    before = min(stages.checkpoints.versions[-1] + 1, version + 1 - kept)
+                    before = min(stages.checkpoints.versions[-1], version - kept) + 1
+                    before -= kept if self.config.buffer.replay[0] else 0  # a step that is taken again needs them
                     stages.ledger.prune(before=before, max_verdicts=MAX_VERDICTS)
             except RunError as error:
                 self._on_note(f"{error}. Training goes on; the last complete checkpoint stays")
@@ -321,10 +330,9 @@ class Loop:
         self.rows.flush()
 
     def _drop_buffered(self) -> None:
-        for group in (*self._taken, *self.stages.buffer.clear()):
+        for group in self.stages.buffer.clear():
             drops = [(t, DropReason.RUN_ENDED) for t in group.trajectories]
             self.stages.books.dropped(drops, group, was_buffered=True)
-        self._taken = []
 
     def _explained(self, failure: BaseException) -> BaseException:
         """The first error of a task group, which has the message for the user."""

@@ -18,6 +18,7 @@ from headrace.ledger.recovery import Recovery
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import Again, in_flight_rule, redoes_waves
 from headrace.loop.loop import Loop
+from headrace.loop.replay import group_of
 from headrace.types import DropReason, Group
 
 
@@ -64,9 +65,12 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     loop.rows.restore(recovery.scored_since_row())
     for known in rows.values():
         loop.ending.row(known)
+    for step, named in recovery.steps_after(0) if loop.config.buffer.replay[0] else ():
+        if step in rows:  # `conclude` will tell of the others
+            loop.replay.trained(step, named, skipped=rows[step].skipped)
     redone = []
     for step, named in recovery.steps_after(loop.version):
-        groups = [_group(loop, serial, attempt) for serial, attempt in named]
+        groups = [group_of(loop.stages, *group) for group in named]
         stats = await loop.redo(groups)
         row = rows.get(step)
         if row is None:  # the process died between the update and its booking
@@ -103,22 +107,17 @@ def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
     newest = {a.serial: a for a in sorted(recovery.attempts(), key=lambda a: a.number)}
     redone = set(recovery.attempts(state="redone"))
     again += [(serial, a.number + 1, None) for serial, a in sorted(newest.items()) if a in redone]
-    buffered = [_group(loop, serial, attempt) for serial, attempt in recovery.buffered_groups()]
+    buffered = [group_of(loop.stages, *group) for group in recovery.buffered_groups()]
     finished = [a.version for serial, a in newest.items() if serial not in {serial for serial, *_ in again}]
-    trained = [groups for step, groups in recovery.steps_after(loop.version - 1) if step == loop.version]
+    steps = recovery.steps_after(0)
+    before = {group for step, groups in steps if step < loop.version for group in groups}
+    trained = {group for step, groups in steps if step == loop.version for group in groups} - before
     loop.stages.buffer.restore(
         version=loop.version,
         wave=max((attempt.wave for attempt in newest.values()), default=0),
         buffered=buffered,
         num_again=len(again),
         begun=(finished.count(loop.version - 1), finished.count(loop.version)),
-        kept=(sum(map(len, trained)), len(buffered)),
+        kept=(len(trained), len(buffered)),
     )
     return again, lost
-
-
-def _group(loop: Loop, serial: int, attempt: int) -> Group:
-    trajectories = tuple(Recovery(loop.stages.ledger).trajectories(serial, attempt))
-    prompt = loop.stages.prompts.at(serial)
-    version = min(t.oldest_version for t in trajectories)
-    return Group(serial=serial, prompt=prompt, version=version, trajectories=trajectories, attempt=attempt)

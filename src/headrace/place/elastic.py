@@ -33,20 +33,18 @@ class Elastic:
     spawn: Callable[[], Worker[Sampler]]
     publisher: Callable[[], WeightPublisher]
     _failures: int = field(default=0, init=False)
-    _events: asyncio.AbstractEventLoop = field(init=False)  # the run's
     _joining: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     _late: set[str] = field(default_factory=set, init=False)  # names that the user was told
 
     def __post_init__(self) -> None:
         self.wanted = wanted_workers(self.run_dir, self.num_workers)
+        self._events = asyncio.get_running_loop()  # the run's
 
-    def start(self, *, watch: bool) -> None:
-        """Call it on the run's event loop. With `watch`, follow the wanted number."""
-        self._events = asyncio.get_running_loop()
-        if watch:
-            self._fit()
-            self._in_background(self._watch())
+    def start(self) -> None:
+        """Follow the wanted number."""
+        self._fit()
+        self._in_background(self._watch())
 
     def close(self) -> None:
         for task in self._tasks:
@@ -115,7 +113,7 @@ class Elastic:
             try:
                 await worker.ready()
                 await asyncio.to_thread(self.publisher().add_receiver, worker, join)
-            except LearnerLostError as error:  # the loop may not notice: without answers, no step begins
+            except LearnerLostError as error:  # the loop may not notice: no answers, no step
                 worker.kill()
                 self.pool.fail(error)
                 return

@@ -9,7 +9,6 @@ import inspect
 import os
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from headrace.errors import WorkerLostError
@@ -78,9 +77,7 @@ class InlineCluster:
 
     def __init__(self) -> None:
         self.device = DeviceThread()
-        self._events: asyncio.AbstractEventLoop | None = None
-        with suppress(RuntimeError):  # no event loop runs yet
-            self._events = asyncio.get_running_loop()
+        self._events = asyncio.get_running_loop()  # the run's
         self._tasks: set[asyncio.Task[Any]] = set()
         self._served: list[Any] = []
 
@@ -94,9 +91,8 @@ class InlineCluster:
     def schedule(self, work: Coroutine[Any, Any, R]) -> Future[R] | asyncio.Task[R]:
         """Start a coroutine on the run's event loop; called there or in another thread."""
         try:
-            self._events = asyncio.get_running_loop()
+            asyncio.get_running_loop()
         except RuntimeError:
-            assert self._events is not None, "nothing was asked on an event loop yet"
             return asyncio.run_coroutine_threadsafe(work, self._events)
         task = self._events.create_task(work)
         self._tasks.add(task)

@@ -111,7 +111,6 @@ class Place:
             filters=config.buffer.filters,
             run_dir=run_dir,
         )
-        self._sieve = Sieve(config.buffer, self.scorer.keeps, config.learner)
         self.ledger = Ledger.reopen(run_dir) if resumed else None
         self.clock = self.ledger.clock if self.ledger else StageClock()
         self._buffer: Buffer  # made by `loop`, as is the ledger of a new run
@@ -205,7 +204,8 @@ class Place:
             undo_start(self.run_dir)  # this one stays: a run that it replaces goes
         self.scorer.remember(self.ledger.verdicts())
         await self.start_engines()
-        self.elastic.start(watch=not self._colocated)
+        if not self._colocated:
+            self.elastic.start()
         if begins:  # a restart publishes the version that it continues from
             await self.device.run(self.publisher.commit, 0)
         sample_every = config.ledger.samples_every * config.loop.groups_per_step
@@ -218,7 +218,7 @@ class Place:
                 eager=config.rollout.on_update == "drain",
                 most_at_once=config.rollout.workers * config.rollout.max_running // config.rollout.samples,
             ),
-            self._sieve,
+            Sieve(config.buffer, self.scorer.keeps, config.learner),
             patience=config.buffer.patience,
             on_buffered=books.buffered,
             on_drop=books.dropped,

@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.measured import PublishTimes, StageClock
@@ -158,7 +156,6 @@ class RolloutWorker:
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
         await self._fetching.run(partial(self._subscriber.stage, ticket, timeout_s))
 
-    @torch.no_grad()
     def commit(self, version: int) -> PublishTimes:
         if self._shares_policy:
             self.engine.weights_changed(version)

@@ -24,8 +24,7 @@ def add_adapters(model: Any, *, rank: int, alpha: float, seed: int) -> None:
     layers = [name for name, m in model.named_modules() if isinstance(m, kinds) and m is not head]
     if any(hasattr(m, "experts") for m in model.modules()):  # experts are tensors, not layers
         layers = [name for name in layers if "attn" in name or "attention" in name]
-    kind = "CAUSAL_LM"
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers, lora_dropout=0.0, task_type=kind)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=layers, task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)

@@ -58,8 +58,7 @@ class PackedPlan:
             self._paths.append(path)
         self.longest = max(map(len, self._paths))
         self._depths = [len(path) - length for path, length in zip(self._paths, lengths, strict=True)]
-        depths = zip(self._depths, self._paths, strict=True)
-        positions = np.concatenate([np.arange(depth, len(path)) for depth, path in depths])
+        positions = rows - np.repeat(stops - lengths - self._depths, lengths)
         self.positions = torch.from_numpy(positions).to(device)[None]  # [1, T]
         rows[stops - lengths] = np.array(self.after) + 1
         self._previous = torch.from_numpy(rows - 1).to(device)

@@ -174,7 +174,6 @@ class FamilyBody:
     def go_through_modules(self) -> None:
         """From now on call each layer as a module: in its hooks FSDP gathers the weights."""
         self.fits_kernels = False  # some join the weights of several matrices
-        self.__dict__.pop("_joined", None)
         for layer in self._body.layers:
             layer.forward = partial(self._as_module, layer, layer.forward)
         self._through_modules = True

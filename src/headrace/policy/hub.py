@@ -44,7 +44,7 @@ def _find(name: str, setting: str, section: ModelSection) -> str:
         return str(snapshot_download(name, allow_patterns=FILES))
     except Exception as error:  # of many types: no network, no permission, a full disk
         why = " ".join(str(error.__cause__ or error).split())
-        if isinstance(error, RepositoryNotFoundError):  # or one with conditions that nobody has accepted
+        if isinstance(error, RepositoryNotFoundError):  # or its conditions are not accepted
             why = "there is no such model, or it is not for everybody; HF_TOKEN says who you are"
         raise ModelError(f"{told} cannot be fetched from {constants.ENDPOINT}: {why}") from error
 
@@ -52,7 +52,7 @@ def _find(name: str, setting: str, section: ModelSection) -> str:
 def push(directory: Path, repository: str) -> None:
     """Upload a model directory. A repository that does not exist yet is made, as a private one."""
     if ID.fullmatch(repository) is None:
-        raise ModelError(f"'{repository}' is not the name of a repository of the hub: write owner/name")
+        raise ModelError(f"'{repository}' is no name of a repository of the hub: write owner/name")
     try:
         create_repo(repository, private=True, exist_ok=True)
         upload_folder(repo_id=repository, folder_path=directory, commit_message=f"Trained with Headrace {__version__}")
@@ -64,7 +64,7 @@ def push(directory: Path, repository: str) -> None:
 
 
 def model_card(config: Config, summary: Mapping[str, Any]) -> str:
-    """What a model was trained from, how, and what came of it; without this machine's directories."""
+    """What a model was trained from, how, and what came of it; without local directories."""
     path, of_hub = config.model.path, config.model.allow_download and ID.fullmatch(config.model.path)
     base = path if of_hub else Path(path).name
     known = [summary.get(f"score_{when}") for when in ("before", "after")]

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +31,11 @@ from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.hub import located
 from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported, refusing
 from headrace.policy.routes import Routers, Routes
-from headrace.policy.shards import Shards
+from headrace.policy.shards import R, Shards
 from headrace.policy.tensor_files import quiet_transformers, save_model
 from headrace.roles import AttentionPlan
 from headrace.user_code import load_optional
 
-R = TypeVar("R", bound=tuple[Any, ...])
 Linear = Callable[[Tensor, Tensor], Tensor]
 
 CHUNK_ELEMENTS = 2**24  # of one chunk's float32 logits: 64 MiB
@@ -55,7 +54,7 @@ class Policy:
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, exact: bool = False, shards: Shards | None = None) -> None:
-        """With `shards` of the model every rank takes part in every pass, also in those made here."""
+        """With `shards` of the model every rank takes part in every pass, also in these."""
         refuse_unsupported(model)
         self.model, self.tokenizer, self.name = model, tokenizer, type(model).__name__
         self.config = model.config.get_text_config()
@@ -138,7 +137,7 @@ class Policy:
         """Log-probs of the tokens at `at` (never a sequence's first): over `support`, and over all.
 
         Without a support the two are one. `temperature` is one for all, or one for each of `at`.
-        `routes_TLK` forces the experts of each token. Third come `values` of the states before them.
+        `routes_TLK` forces the experts of each token. Third are `values` of the states before.
         """
         routes = None if routes_TLK is None else Routes(routes_TLK)
 
@@ -235,7 +234,7 @@ def resolve_device(name: str) -> torch.device:
 def load_policy(
     section: ModelSection, learner: LearnerSection | None = None, seed: int = 0, mesh: DeviceMesh | None = None
 ) -> Policy:
-    """Load a model directory or GGUF file, with the adapters that `learner` trains (`seed` is theirs).
+    """Load a directory or GGUF file, with the adapters that `learner` trains (`seed` is theirs).
 
     With a `mesh` the weights are sharded over its ranks, all of which must call this.
     """
@@ -290,7 +289,7 @@ def _empty(path: Path, dtype: torch.dtype) -> Any:
 def _check_architecture(path: Path) -> None:
     """Refuse what `transformers` has no causal LM for: its own message would list all it knows."""
     if path.is_dir() and not (path / "config.json").exists():
-        raise ModelError(f"model.path = '{path}' has no config.json: it is not the directory of a model")
+        raise ModelError(f"model.path = '{path}' has no config.json: it is no model's directory")
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         name = config["model_type"]
@@ -298,7 +297,7 @@ def _check_architecture(path: Path) -> None:
         return  # a GGUF file, or damaged: loading it says how
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "auto_map" in config:
         return
-    known = "knows, but not as a causal language model" if name in CONFIG_MAPPING else "does not know"
+    known = "knows, but not as a causal LM" if name in CONFIG_MAPPING else "does not know"
     release = f"transformers {transformers.__version__}"
     raise ModelError(f"model.path = '{path}' has the architecture '{name}', which {release} {known}")
 
@@ -309,7 +308,7 @@ def load_tokenizer(section: ModelSection) -> Any:
     path, key = Path(section.tokenizer or section.path), "tokenizer" if section.tokenizer else "path"
     told = f"model.{key} = '{path}'"
     if path.is_dir() and not any(map(TOKENIZER_FILE.search, os.listdir(path))):
-        raise ModelError(f"{told} has no tokenizer; name a directory that has one in model.tokenizer")
+        raise ModelError(f"{told} has no tokenizer; name a directory with one in model.tokenizer")
     with refusing(f"the tokenizer of {told} cannot be loaded"):
         load = load_optional(*GGUF).gguf_tokenizer if path.suffix == ".gguf" else AutoTokenizer.from_pretrained
         tokenizer = load(path, **NOTHING_FOREIGN)

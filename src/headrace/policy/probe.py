@@ -136,7 +136,7 @@ def _check_windows(policy: Policy) -> str:
             stock = policy.body(input_ids=ids, use_cache=False).last_hidden_state[0, -BEYOND:]
         expected = policy.logits(stock).float().log_softmax(-1)
         ours = packed_logits(policy, ids, BEYOND)
-        _compare(policy, ours, expected, f"after {ids.shape[1]} tokens, more than its sliding window")
+        _compare(policy, ours, expected, f"after {ids.shape[1]} tokens, beyond its sliding window")
     if affordable == lengths:
         return ""
     return (
@@ -165,7 +165,7 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
     ours = logits.float().log_softmax(-1)
     gap = (ours - expected).abs().max()
     if policy.dtype in (torch.bfloat16, torch.float16):
-        # Log-probs of unlikely tokens are mostly noise, so weigh by probability. Where biases are large
+        # Log-probs of unlikely tokens are mostly noise: weigh by probability. Where biases are large
         # (Qwen2), eager attention is far off on single tokens, so take a sequence's median.
         gap = (expected.exp() * (expected - ours)).sum(-1).median(-1).values.max()
     if not torch.isfinite(expected).all():

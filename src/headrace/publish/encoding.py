@@ -58,15 +58,13 @@ class Encoder:
         self._bucket_bytes = bucket_bytes
         self.version: int | None = None  # the committed one
         self._held: dict[str, Tensor] = {}  # for deltas: weights of the committed version, or of the first
-        self._pending: int | None = None  # the version encoded last, which becomes committed by
-        self._changes: Changes = {}  # these changes
+        self._changes: Changes = {}  # of the version encoded last
 
-    @torch.no_grad()
     def encode(self, version: int, tensors: Named) -> Payload:
         """The payload of `version`. It replaces a version that was not committed."""
         if self.version is not None and version <= self.version:
             raise PublishError(f"version {version} cannot follow version {self.version}")
-        self._pending, self._changes = version, {}
+        self._changes = {}
         if self.kind is EncodingKind.DELTA and self.version is not None:
             return self._delta(version, tensors)
         if self.kind is EncodingKind.DELTA:
@@ -82,14 +80,11 @@ class Encoder:
         return self.kind is not EncodingKind.ADAPTER or ADAPTER_MARK in name
 
     def committed(self, version: int) -> None:
-        """Every receiver has `version`: the next delta starts from it."""
-        if self._pending != version:
-            raise PublishError(f"version {version} was not the last one encoded")
+        """Every receiver has `version`, the last one encoded: the next delta starts from it."""
         for name, (places, values) in self._changes.items():
             bits(self._held[name])[places] = values
-        self.version, self._pending, self._changes = version, None, {}
+        self.version, self._changes = version, {}
 
-    @torch.no_grad()
     def rebase(self) -> Payload:
         """The committed version in full, for new receivers. Only with the delta encoding."""
         assert self.version is not None, "nothing was committed"

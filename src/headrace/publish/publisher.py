@@ -133,7 +133,6 @@ class Subscriber:
         seconds = time.perf_counter() - started
         self.times = PublishTimes(transfer_s=seconds, transfer_bytes=payload.manifest.num_bytes)
 
-    @torch.no_grad()
     def commit(self, version: int) -> None:
         """Write the staged version into the live weights. Call it only between two engine steps."""
         if self._staged is None or self._staged[0].version != version:

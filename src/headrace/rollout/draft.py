@@ -64,7 +64,7 @@ class Drafts:
 
     def accepted(self, drawn: Burst) -> Burst:
         """What each row sampled, up to and with the first token that differs from its draft."""
-        places = np.zeros((len(self.tokens), self.tokens.shape[1] + 1), np.int64)  # of cells in `drawn`
+        places = np.zeros((len(self.tokens), self.tokens.shape[1] + 1), np.int64)  # in `drawn`
         places[self.cells] = np.arange(len(self.cells[0]))
         right = drawn.tokens[0][places[:, :-1]] == self.tokens
         right &= np.arange(self.tokens.shape[1]) < self.counts[:, None]

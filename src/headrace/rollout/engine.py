@@ -165,8 +165,7 @@ class Engine:
     @torch.inference_mode()
     def release_cache(self) -> None:
         """Free the KV cache until there is work again; running sequences are preempted."""
-        self._drop_kept(self._kept)
-        while self._prefilling or len(self._rows):
+        while self._kept or self._prefilling or len(self._rows):
             self._make_room()
         vars(self).pop("_store", None)
         if self.policy.device.type == "cuda":
@@ -220,13 +219,12 @@ class Engine:
 
     def _admit(self) -> bool:
         """Admit waiting prompts, oldest first, while there is room. True if one is blocked."""
-        reserved = sum(len(group.requests) for group in self._prefilling)
         while self._waiting:
             group = self._waiting[0]
-            num_rows = len(self._rows) + reserved + len(group.requests)
+            starting = [*self._prefilling, group]
+            num_rows = len(self._rows) + sum(len(g.requests) for g in starting)
+            longest = max(self._rows.longest_possible, *(g.longest for g in starting))
             sizes = {"num_prompt": len(group.prompt), "num_requests": len(group.requests)}
-            others = (g.longest for g in self._prefilling)
-            longest = max(group.longest, self._rows.longest_possible, *others)
             kept = self._find_kept(group)
             fits = partial(self._store.has_room, num_rows=num_rows, longest=longest, **sizes)
             while not (room := fits()) and self._kept:
@@ -241,7 +239,6 @@ class Engine:
                 break
             group.place, group.cached, group.done = place, cached, cached
             group.routes = [] if kept is None else [kept.routes[:cached]]
-            reserved += len(group.requests)
             self._prefilling.append(self._waiting.popleft())
         return False
 
@@ -315,15 +312,14 @@ class Engine:
         """The cache is full: preempt what started last. It will be recomputed."""
         if self._kept:
             self._drop_kept(self._kept[:1])
-            return
-        if self._prefilling:  # nothing is sampled yet: only part of a prefill is lost
+        elif self._prefilling:  # nothing is sampled yet: only part of a prefill is lost
             group = self._prefilling.pop()
             self._store.close(group.place)
             group.done = 0
             self._waiting.appendleft(group)
-            return
-        self._waiting.appendleft(_PromptGroup.of(self._remove(self._rows.youngest())))
-        self.preemptions += 1
+        else:
+            self._waiting.appendleft(_PromptGroup.of(self._remove(self._rows.youngest())))
+            self.preemptions += 1
 
     def _enforce_max_wall_s(self) -> None:
         """Cut the sequences that reached `max_wall_s`; or park (preempt) them while others wait."""

@@ -227,7 +227,6 @@ class ServerEngine:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._rows = Rows()
         self._ids = (f"{number};" for number in itertools.count())  # none begins another: SGLang aborts by beginnings
-        self._nothing = np.zeros(0, self._rows.dtype)
         self._asked: dict[str, _Asked] = {}  # by the request's id
         self._finished: list[Generation] = []
         self._moved_s = time.monotonic()
@@ -243,9 +242,9 @@ class ServerEngine:
     # ---- called from any thread
 
     def submit(self, prompt: IntArray, requests: Sequence[Request], known: RouteArray | None = None) -> None:
-        routes = np.zeros((0, 0, 0), np.uint8)
+        routes, nothing = np.zeros((0, 0, 0), np.uint8), np.zeros(0, self._rows.dtype)
         for request in requests:
-            self._events.put(partial(self._ask, RowSequence(request, prompt, 0.0, routes, 0, [], self._nothing)))
+            self._events.put(partial(self._ask, RowSequence(request, prompt, 0.0, routes, 0, [], nothing)))
 
     def resume_request(self, request: Request, known: Trajectory) -> None:
         self._events.put(lambda: self._ask(self._rows.parked(request, known)))
@@ -356,7 +355,7 @@ class ServerEngine:
         request = asked.row.request
         if self._asked.get(request.id) is not asked:  # of a server that was replaced
             return
-        fresh = np.zeros(len(part.tokens), self._nothing.dtype)
+        fresh = np.zeros(len(part.tokens), self._rows.dtype)
         fresh["token"], fresh["logprob"], fresh["version"] = part.tokens, part.logprobs, asked.version
         if len(fresh) and not len(asked.row.sampled):
             asked.row = replace(asked.row, started_s=self._clock())

@@ -49,7 +49,7 @@ class VllmEngine(ServerEngine):
             "request_id": id,
             "token_ids": tokens.tolist(),
             "model": "policy",
-            "cache_salt": f"v{self.version}",  # else prefixes of old weights would serve new requests
+            "cache_salt": f"v{self.version}",  # else old weights' prefixes would serve
             "sampling_params": self.sampling_params(sampling) | own | {"max_tokens": max_tokens, "seed": seed},
         }
 

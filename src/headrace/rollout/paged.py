@@ -68,7 +68,7 @@ class PagedStore(PageTables):
         cache_shape = self.num_pages + 1, policy.num_kv_heads, PAGE, policy.head_size
         rows = _row_size(max(max_running, MOST_VERIFIED))
         most_pages = -(-(min(policy.max_context, kv_tokens) + MOST_STEPS) // PAGE)
-        routes_shape, routes_dtype = policy.routers.shape, policy.routers.device_dtype  # dense: empty
+        routes_shape, routes_dtype = policy.routers.shape, policy.routers.device_dtype
         with policy.device:
             new_cache = partial(torch.zeros, cache_shape, dtype=policy.dtype)
             self._cache = [(new_cache(), new_cache()) for _ in range(policy.num_layers)]

@@ -26,7 +26,7 @@ CONTEXT = 8  # tokens before a sampled one from which n-grams predict it
 
 STATE = np.dtype(  # of a running sequence
     [
-        ("length", np.int64),  # prompt and sampled tokens
+        ("num_prompt", np.int64),
         ("sampled", np.int64),  # number of sampled tokens
         ("limit", np.int64),  # of sampled tokens
         ("seed", np.uint64),
@@ -152,7 +152,7 @@ class Rows:
 
     @property
     def lengths(self) -> Ints:
-        return self.states["length"]
+        return self.states["num_prompt"] + self.sampled
 
     @property
     def sampled(self) -> Ints:
@@ -173,7 +173,7 @@ class Rows:
 
     @property
     def longest_possible(self) -> int:
-        return int((self.lengths + self.left).max()) if len(self) else 0
+        return int((self.states["num_prompt"] + self.states["limit"]).max()) if len(self) else 0
 
     def contexts(self, rows: Ints, at: Ints) -> Ints:
         """The tokens `[.., CONTEXT]` before sampled token `at` of each of `rows`."""
@@ -193,7 +193,7 @@ class Rows:
             self._grow(max(n + more, 2 * len(self._all_states)), self._table.shape[1])
         self.sequences += [RowSequence(r, prompt, now_s, routes, next(self._orders)) for r in requests]
         new = self.states[n:]
-        new["length"], new["sampled"], new["learned"] = len(prompt), 0, 0
+        new["num_prompt"], new["sampled"], new["learned"] = len(prompt), 0, 0
         new["limit"] = [r.sampling.max_new_tokens for r in requests]
         new["seed"] = [r.seed for r in requests]
         new["temperature"] = [r.sampling.temperature for r in requests]
@@ -220,7 +220,6 @@ class Rows:
                 supports = burst.supports[: burst.counts[column], column]
                 self.sequences[first + column].supports.extend(supports)
         fresh["sampled"] += burst.counts
-        fresh["length"] += burst.counts
 
     def ends(
         self, first: int, burst: Burst, eos_ids: frozenset[int], tokenizer: Any
@@ -282,9 +281,7 @@ class Rows:
             self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * count))
         self._table[row, :count] = parked.sampled
         self._table["routes"][row, :count] = routes[len(parked.prompt) :]
-        state = self.states[row]
-        state["sampled"] = state["learned"] = count
-        state["length"] += count
+        self.states["sampled"][row] = self.states["learned"][row] = count
 
     def tokens(self, row: int) -> Ints:
         return self._table["token"][row, : self.sampled[row]]

@@ -203,7 +203,7 @@ class RowStore:
         return num_rows * longest + self._kept_tokens <= self._kv_tokens
 
     def open(self, num_prompt: int, num_requests: int, kept: Arena | None = None, num_kept: int = 0) -> int | None:
-        """A place for a prompt's cache that begins with `num_kept` tokens of `kept`; None if full."""
+        """A place for a prompt's cache, which begins with `num_kept` tokens of `kept`; None: full."""
         place = min(self._free, default=None)
         longest = max(num_prompt, self._staging.capacity)
         if place is None or (place >= STAGING_ROWS and (place + 1) * longest > STAGING_TOKENS):
@@ -285,8 +285,7 @@ def forward(policy: Policy, chunks: Sequence[Chunk], plan: AttentionPlan) -> tup
     routes = Routes()
     if any(c.known is not None for c in chunks):  # these tokens keep their experts
         num_known = [0 if c.known is None else len(c.known) for c in chunks]
-        spans = zip(chunks, num_known, strict=True)
-        known = np.concatenate([np.arange(c.start, c.end) < count for c, count in spans])
+        known = at < np.repeat(num_known, [c.size for c in chunks])
         forced = np.zeros((len(known), *policy.routers.shape), policy.routers.dtype)
         forced[known] = np.concatenate([c.known[c.start : c.end] for c in chunks if c.known is not None])
         forced_T = policy.routers.to_device(forced, policy.device)

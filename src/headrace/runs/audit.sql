@@ -10,7 +10,11 @@ told AS (
 shown (name, tokens) AS (
     SELECT 'generated', SUM(json_extract(data, '$.generated_tokens')) FROM told
     UNION ALL SELECT 'trained', SUM(json_extract(data, '$.trained_tokens')) FROM told
-    UNION ALL SELECT 'dropped:' || key, SUM(value) FROM told, json_each(data, '$.dropped_tokens') GROUP BY key)
+    UNION ALL SELECT 'dropped:' || key, SUM(value) FROM told, json_each(data, '$.dropped_tokens') GROUP BY key),
+named (step, serial, attempt) AS (
+    SELECT s.step, json_extract(g.value, '$[0]'), json_extract(g.value, '$[1]') FROM steps s, json_each(s.groups) g),
+replay AS (  -- what `buffer.replay` says: groups per step, and how often one is trained on
+    SELECT json_extract(value, '$."buffer.replay"') AS told FROM meta WHERE key = 'run:origin')
 
 -- account {} holds {} tokens and {} trajectories, but its transfers add up to {} and {}
 SELECT a.name, a.tokens, a.trajectories, COALESCE(s.tokens, 0), COALESCE(s.trajectories, 0)
@@ -78,3 +82,16 @@ SELECT COALESCE(s.tokens, 0) AS seen, due.tokens, due.name FROM (
     WHERE credit <> 'buffered' AND (step <= (SELECT COALESCE(MAX(step), 0) FROM rows) OR credit = 'trained')
     GROUP BY 1) due
 LEFT JOIN shown s ON s.name = due.name WHERE :finished AND due.tokens > seen;
+-- step {} names group {}, which was first trained on in step {}
+SELECT n.step, n.serial, t.trained_step FROM named n JOIN trajectories t ON t.serial = n.serial AND t.attempt = n.attempt
+WHERE t.state = 'trained' AND t.trained_step > n.step GROUP BY n.step, n.serial;
+-- group {} was trained on {} times, and at most {} are allowed
+SELECT serial, COUNT(*) AS times, most FROM named, (
+    SELECT COALESCE(MAX(CASE WHEN json_extract(told, '$[0]') > 0 THEN json_extract(told, '$[1]') END), 1) AS most FROM replay)
+GROUP BY serial, attempt HAVING times > most;
+-- row {} shows {} tokens trained on again, but its step names {}
+SELECT r.step, json_extract(r.data, '$.again_tokens') AS shown, COALESCE(b.tokens, 0) AS due FROM told r LEFT JOIN (
+    SELECT n.step, SUM(t.num_tokens) AS tokens FROM named n
+    JOIN trajectories t ON t.serial = n.serial AND t.attempt = n.attempt
+    WHERE t.state = 'trained' AND t.trained_step < n.step GROUP BY n.step) b ON b.step = r.step
+WHERE shown <> due;

@@ -65,7 +65,7 @@ class Node:
 class Conversation:
     """The requests of one session; of its limits 0 is none. `ended_by` is the limit that it has reached, if any.
 
-    An agent knows it by `id`, and may report its `reward`. `fresh_seeds` are for requests without one.
+    An agent knows it by `id`, and may report its `reward`. `fresh_seeds`: for requests without one.
     """
 
     def __init__(self, session: Session, *, max_turns: int = 0, max_tokens: int = 0, fresh_seeds: bool = False) -> None:
@@ -73,7 +73,7 @@ class Conversation:
         self.reward: asyncio.Future[Parts] = asyncio.get_running_loop().create_future()
         self._max_turns, self._max_tokens = max_turns, max_tokens or session.desk.max_context
         self._root, self._closed, self._fresh_seeds = Node(), "", fresh_seeds
-        self.unclaimed = list(session.trajectory.turns)  # of an earlier attempt, not asked for again yet
+        self.unclaimed = list(session.trajectory.turns)  # of an earlier attempt, not asked for yet
         self._asked: dict[str, tuple[Answering, list[IsGone]]] = {}
         self._nodes: dict[str, Node] = {}  # by the ids of responses
         self._going: set[Answering] = set()

@@ -78,7 +78,7 @@ class FrontDesk:
         if id != conversation.id:
             raise RefusedError("this key is of another episode", status=404)
         if (parts := parts_of(body)) is None:
-            raise RefusedError("reward must be a finite number, or an object of them", param="reward")
+            raise RefusedError("reward must be a finite number or an object of them", param="reward")
         if not conversation.reward.done():
             conversation.reward.set_result(parts)
 
