@@ -99,7 +99,7 @@ def train_headrace(bench: Bench, *, checkpoint: bool) -> dict[str, Any]:
     policy = Policy(random_model(bench.shape, bench.device), word_tokenizer(bench.shape.vocab, ends=False))
     section = LearnerSection(micro_batch_tokens=bench.tokens, checkpoint_activations=checkpoint)
     steps = WARM_UP + bench.repeats
-    learner = Learner(policy, section, temperature=1.0, max_new_tokens=bench.length, total_steps=steps)
+    learner = Learner(policy, section, temperatures=(1.0,), max_new_tokens=bench.length, total_steps=steps)
     seconds, update_s = [], []
     for step in range(steps):
         group = make_group(bench, step)

@@ -76,7 +76,7 @@ def be_rank(rank: int, num_ranks: int, port: int, directory: str, limit_mb: int)
     seat, peak = sharding if num_ranks > 1 else None, Peak()
     policy = load_policy(ModelSection(path=directory, device="cpu"), mesh=seat.mesh if seat else None)
     load = peak.bytes
-    learner = Learner(policy, section, temperature=1.0, max_new_tokens=16, total_steps=STEPS, sharding=seat)
+    learner = Learner(policy, section, temperatures=(1.0,), max_new_tokens=16, total_steps=STEPS, sharding=seat)
     for _ in range(STEPS):
         for micro in balanced(items, MICRO_BATCH_TOKENS * num_ranks):
             learner.accumulate(split(micro, num_ranks)[rank])

@@ -106,7 +106,7 @@ def settings(config: Config) -> dict[str, Any]:
     learner, rollout = config.learner, config.rollout
     return {
         "max_completion_length": rollout.max_new_tokens,
-        "temperature": rollout.temperature,
+        "temperature": rollout.temperature[0],
         "top_p": rollout.top_p,
         "learning_rate": learner.lr,
         "lr_scheduler_type": "constant_with_warmup",

@@ -115,7 +115,7 @@ def trained(shape: Shape, steps: int) -> Trained:
     device = torch.device("cpu")
     policy = Policy(random_model(shape, device), word_tokenizer(shape.vocab, ends=False))
     section = LearnerSection(lr=1e-6, micro_batch_tokens=TOKENS)
-    learner = Learner(policy, section, temperature=1.0, max_new_tokens=LENGTH, total_steps=steps)
+    learner = Learner(policy, section, temperatures=(1.0,), max_new_tokens=LENGTH, total_steps=steps)
     bench = Bench(shape, LENGTH, TOKENS, device, Ceilings(0, 0, 0, None), 1)
     named, encoder = dict(policy.model.named_parameters()), Encoder("delta")
     full = encoder.encode(0, cast(named.items(), DTYPE)).manifest.num_bytes

@@ -76,7 +76,7 @@ def load(directory: Path, sharding: Sharding | None = None, *, exact: bool = Fal
 
 
 def learner_of(policy: Policy, section: LearnerSection, sharding: Sharding | None) -> Learner:
-    return Learner(policy, section, temperature=0.8, max_new_tokens=12, total_steps=10, sharding=sharding)
+    return Learner(policy, section, temperatures=(0.8,), max_new_tokens=12, total_steps=10, sharding=sharding)
 
 
 def take_steps(

@@ -23,10 +23,10 @@ from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import FIXED, book_origin, refuse_unasked
 from headrace.ledger.sinks import open_sinks
 from headrace.loop.checkpoint import Checkpoints
-from headrace.loop.groups import evaluate, sampling_of
+from headrace.loop.groups import evaluate, samplings_of
 from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
-from headrace.loop.self_check import self_check, verdict
+from headrace.loop.self_check import NUM_SAMPLES, self_check, verdict
 from headrace.loop.watchdog import Watchdog
 from headrace.measured import Row, Sample, stages_of
 from headrace.place.device import STEPS, memory_for
@@ -184,7 +184,8 @@ def serve_run(
     """
 
     async def work(place: Place) -> None:
-        front = Visitors(Path(run_dir).resolve().name, key, place.desk(), sampling_of(place.config))
+        (sampling,) = samplings_of(place.config, place.config.rollout.temperature, 1)
+        front = Visitors(Path(run_dir).resolve().name, key, place.desk(), sampling)
         async with front.listening(host, port):
             on_ready(front.base_url)
             await asyncio.Event().wait()
@@ -441,7 +442,9 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
     if not place.config.loop.steps:
         return None
     mismatch, prompts = place.ranks.mismatch, place.prompts.held_out
-    found = await self_check(place.pool, mismatch, place.device, prompts, sampling_of(place.config))
+    heats = place.config.rollout.temperature[: 1 if place.config.learner.loss == "tba" else None]
+    samplings = samplings_of(place.config, heats, NUM_SAMPLES)
+    found = await self_check(place.pool, mismatch, place.device, prompts, samplings)
     told = verdict(found, place.facts.dtype, exact=place.config.model.exact)
     for text in filter(None, (told, place.facts.unchecked)):
         watcher.note(text)

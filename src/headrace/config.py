@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, model_validator
 
 # Most numbers have an upper bound, far above what is useful: a slip of the finger is refused before
 # it fills the memory, starts a million processes or overflows a column of the ledger.
@@ -40,6 +40,9 @@ Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
 Timeout = Annotated[float, Field(ge=0.01, le=MOST_S)]
 Name = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # of a file or a function: no zero bytes
 Home = Annotated[Name, AfterValidator(os.path.expanduser)]  # of a file: ~ is the home directory
+Heat = Annotated[float, Field(ge=LEAST, le=MOST)]
+listed = BeforeValidator(lambda value: value if isinstance(value, list | tuple) and value else [value])
+Heats = Annotated[tuple[Heat, ...], listed, PlainSerializer(lambda heats: heats if len(heats) > 1 else heats[0])]
 Share = Annotated[float, Field(ge=LEAST, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]  # also of decays: AdamW divides by 1 - decay
 
@@ -116,7 +119,7 @@ class RolloutSection(SettingsSection):
     )
     samples: PositiveInt = setting(8, "trajectories per prompt", most=10_000)
     max_new_tokens: PositiveInt = setting(64, "an answer is cut here")
-    temperature: Annotated[float, Field(ge=LEAST, le=MOST)] = setting(1.0, "divides the logits")
+    temperature: Heats = setting(1.0, "divides the logits; a group's answers take several in turns")
     top_k: NonNegativeInt = setting(0, "keep the k likeliest tokens; 0 keeps all")
     top_p: Share = setting(1.0, "keep the likeliest tokens that hold this much probability")
     min_p: BelowOne = setting(0.0, "keep tokens at least this likely relative to the likeliest")
@@ -412,10 +415,8 @@ def _of_algorithms(config: Config) -> Iterator[str]:
         yield f"buffer.replay = {list(replay)}: what is trained on once at most is never trained on again"
     if learner.loss == "reinforce" and (max_lag or replay[0]) and learner.correction == "none":
         old = f"loop.max_lag = {max_lag}" if max_lag else f"buffer.replay = {list(replay)}"
-        yield (
-            f"learner.loss = 'reinforce' and {old}: nothing corrects for old samples; set learner.correction = "
-            "'truncated', or take another loss"
-        )
+        told = "nothing corrects for old samples; set learner.correction = 'truncated', or take another loss"
+        yield f"learner.loss = 'reinforce' and {old}: {told}"
     own = {"advantage": "grpo", "credit": "episode", "correction": "none", "kl_in": "reward"}
     if learner.loss == "tba" and (wrong := [key for key, value in own.items() if getattr(learner, key) != value]):
         told = ", ".join(f"learner.{key} = '{own[key]}'" for key in wrong)

@@ -350,7 +350,8 @@ def _annotation_text(annotation: Any) -> str:
     if get_origin(annotation) is tuple:
         item = get_args(annotation)[0]
         if get_origin(item) is Annotated:
-            return f"a list of {' and '.join(_type_text(get_args(one)[1]) for one in get_args(annotation))}"
+            each = [_type_text(get_args(one)[1]) for one in get_args(annotation) if one is not ...]
+            return f"a list of {' and '.join(each)}" if len(each) > 1 else f"{each[0]}, or a list of such"
         example = get_args(item)[0] if get_origin(item) is Literal else "text"
         return f'a list of {_annotation_text(item).removeprefix("one of ")}, such as ["{example}"]'
     return {bool: "true or false", int: "a whole number", str: "text"}.get(annotation, "a number")

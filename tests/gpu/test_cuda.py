@@ -155,7 +155,7 @@ def test_drafts_do_not_change_what_is_sampled(make_policy: Callable[..., Policy]
 def test_a_critic_learns_beside_the_policy(make_policy: Callable[..., Policy], dtype: torch.dtype) -> None:
     policy, rng = on_cuda(make_policy, "Qwen3", dtype), np.random.default_rng(0)
     section = LearnerSection(advantage="gae", lr=1e-5, value_lr=3e-3, epochs=2, minibatches=2)
-    learner = Learner(policy, section, temperature=1.0, max_new_tokens=12, total_steps=30)
+    learner = Learner(policy, section, temperatures=(1.0,), max_new_tokens=12, total_steps=30)
     groups = []
     for serial in range(4):
         answers = [rng.integers(3, 90, size=size) for size in (3, 9, 5)]

@@ -45,7 +45,7 @@ def sampled(policy: Policy) -> Group:
 
 
 def learner_of(policy: Policy, sharding: Sharding | None) -> Learner:
-    return Learner(policy, SECTION, temperature=1.0, max_new_tokens=30, total_steps=1, sharding=sharding)
+    return Learner(policy, SECTION, temperatures=(1.0,), max_new_tokens=30, total_steps=1, sharding=sharding)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])

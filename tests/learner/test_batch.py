@@ -183,3 +183,12 @@ def test_a_sampled_token_needs_a_token_before_it():
     rootless = replace(whole, sampled=np.array([True, False, True]), spans=(Span(version=0, start=0, end=2),))
     with pytest.raises(ValueError, match="0:p0/0 begins with a sampled token"):
         pack([Item(trajectory=whole, advantage=0.0), Item(trajectory=rootless, advantage=0.0)], CPU)
+
+
+def test_the_answers_of_a_group_take_the_temperatures_in_turns():
+    answers = [trajectory(serial=0, prompt=(5,), answer=(7,) * size) for size in (2, 3, 1)]
+    items = [Item(trajectory=replace(answer, index=i), advantage=1.0) for i, answer in enumerate(answers)]
+    batch = pack(items, CPU, None, (0.5, 2.0))
+    assert isinstance(batch.temperature, torch.Tensor)
+    assert batch.temperature.tolist() == [0.5] * 2 + [2.0] * 3 + [0.5]
+    assert pack(items[::2], CPU, None, (0.5, 2.0)).temperature == 0.5

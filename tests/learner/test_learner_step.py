@@ -102,7 +102,7 @@ class Outcome:
 
 
 def learner_for(policy: Policy, section: LearnerSection) -> Learner:
-    return Learner(policy, section, temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS, total_steps=TOTAL_STEPS)
+    return Learner(policy, section, temperatures=(TEMPERATURE,), max_new_tokens=MAX_NEW_TOKENS, total_steps=TOTAL_STEPS)
 
 
 def take_step(learner: Learner, groups: Sequence[Group], references: References = None) -> tuple[Outcome, int]:
@@ -220,7 +220,7 @@ def check(policy: Policy, groups: list[Group], section: LearnerSection) -> Outco
 
 @pytest.mark.parametrize("correction", ["none", "truncated", "masked"])
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"tba"}))  # which needs a reference: test_tba.py
 def test_a_step_does_not_depend_on_how_it_is_cut(policy: Policy, loss: Any, aggregation: Any, correction: Any):
     section = LearnerSection(
         lr=1e-3,

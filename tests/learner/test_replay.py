@@ -90,7 +90,7 @@ def test_the_learner_replays_by_itself_and_trains_the_routers(make_policy: Maker
     move_routers(policy, 0.05)
     expected = gaps(policy, group, replayed=True).mean()
     section = LearnerSection(lr=1e-3, micro_batch_tokens=128, kl_coef=0.1)
-    learner = Learner(policy, section, temperature=1.0, max_new_tokens=30, total_steps=1)
+    learner = Learner(policy, section, temperatures=(1.0,), max_new_tokens=30, total_steps=1)
     intake = Intake(learner.section)
     batches = [*intake.add(group, learner.reference_logprobs(group)), *intake.rest()]
     assert len(batches) > 1
@@ -106,7 +106,7 @@ def test_the_reference_chooses_its_own_experts(make_policy: Maker):
     group = sampled(policy)
     move_routers(policy, 0.05)
     section = LearnerSection(lr=1e-3, kl_coef=0.1)
-    learner = Learner(policy, section, temperature=1.0, max_new_tokens=30, total_steps=1)
+    learner = Learner(policy, section, temperatures=(1.0,), max_new_tokens=30, total_steps=1)
     reference = np.concatenate(learner.reference_logprobs(group))
     behaviour = np.concatenate([t.logprobs[t.sampled] for t in group.trajectories])
     free = gaps(policy, group, replayed=False).numpy()
@@ -115,6 +115,6 @@ def test_the_reference_chooses_its_own_experts(make_policy: Maker):
 
 def test_answers_without_their_experts_are_not_trained_on(make_policy: Maker):
     policy = make_policy("Qwen3Moe")
-    learner = Learner(policy, LearnerSection(), temperature=1.0, max_new_tokens=30, total_steps=1)
+    learner = Learner(policy, LearnerSection(), temperatures=(1.0,), max_new_tokens=30, total_steps=1)
     with pytest.raises(ValueError, match="0:p0/1 lacks the expert routing"):
         learner.accumulate([Item(trajectory=trajectory(index=1), advantage=1.0)])

@@ -250,7 +250,7 @@ def test_any_forest(trajectories: list[Trajectory], least: int) -> None:
 
 def learner_of(policy: Policy, section: LearnerSection) -> Learner:
     copied = Policy(copy.deepcopy(policy.model), policy.tokenizer)
-    return Learner(copied, section, temperature=0.8, max_new_tokens=12, total_steps=3)
+    return Learner(copied, section, temperatures=(0.8,), max_new_tokens=12, total_steps=3)
 
 
 def step(policy: Policy, section: LearnerSection, groups: Sequence[Sequence[Trajectory]]) -> tuple[StepStats, Any]:
@@ -315,7 +315,7 @@ def test_each_turn_has_its_temperature(make_policy: Callable[..., Policy]) -> No
         Turn(start=int(s), end=int(s) + 8, finish=FinishReason.EOS, temperature=heat)
         for s, heat in zip(starts, heats, strict=True)
     )
-    batch = pack(items([replace(t, turns=turns)]), CPU, None, 0.8)
+    batch = pack(items([replace(t, turns=turns)]), CPU, None, (0.8,))
     assert isinstance(batch.temperature, Tensor)
     assert batch.temperature.tolist() == pytest.approx([heat for heat in heats for _ in range(8)])
     ours = logprobs(policy, batch, batch.temperature)
@@ -325,8 +325,8 @@ def test_each_turn_has_its_temperature(make_policy: Callable[..., Policy]) -> No
     found = torch.autograd.grad((ours * weights).sum(), policy.head_weight)[0]
     torch.testing.assert_close(found, torch.autograd.grad((apart[1] * weights).sum(), policy.head_weight)[0])
     alike = tuple(replace(turn, temperature=0.8) for turn in turns)
-    assert pack(items([replace(t, turns=alike)]), CPU, None, 0.8).temperature == 0.8
-    assert pack(items([t]), CPU, None, 0.8).temperature == 0.8
+    assert pack(items([replace(t, turns=alike)]), CPU, None, (0.8,)).temperature == 0.8
+    assert pack(items([t]), CPU, None, (0.8,)).temperature == 0.8
     greedy = replace(t, turns=(*turns[:3], replace(turns[3], temperature=0.0)))
     with pytest.raises(ValueError, match="9:p9/0 has a greedy turn"):
         pack(items([greedy]), CPU)

@@ -28,13 +28,24 @@ class Notes(api.Watcher):
         self.notes.append(text)
 
 
-@pytest.mark.parametrize("extra", [(), ("rollout.top_p=0.8", "rollout.temperature=0.7")])
+TBA = ("learner.loss=tba", "learner.kl_coef=0.1", "learner.kl_in=reward")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        ("rollout.top_p=0.8", "rollout.temperature=0.7"),
+        ("rollout.temperature=[0.7,1.5]",),
+        ("rollout.temperature=[0.7,1.5]", *TBA),
+    ],
+)
 def test_a_sound_run_is_told_nothing_and_its_summary_has_the_number(workshop: Workshop, extra: tuple[str, ...]):
     notes = Notes()
-    summary = api.train(workshop.config(f"sound{len(extra)}", "loop.steps=1", *extra, reward="dense"), notes)
+    summary = api.train(workshop.config(f"sound{abs(hash(extra))}", "loop.steps=1", *extra, reward="dense"), notes)
     assert notes.notes == []
     assert 0 < summary["mismatch_before"] < 1e-5
-    kept = json.loads((workshop.directory / f"sound{len(extra)}" / "summary.json").read_text())
+    kept = json.loads((workshop.directory / f"sound{abs(hash(extra))}" / "summary.json").read_text())
     assert kept["mismatch_before"] == summary["mismatch_before"]
 
 

@@ -83,7 +83,7 @@ def test_engine_and_learner_compute_with_the_adapters(make_policy: Maker, tmp_pa
     policy = adapted(make_policy, tmp_path, architecture)
     assert (logprobs(policy) - logprobs(make_policy(architecture))).abs().max() > 0.1
     group = sampled(policy)
-    learner = Learner(policy, LearnerSection(), temperature=1.0, max_new_tokens=20, total_steps=1)
+    learner = Learner(policy, LearnerSection(), temperatures=(1.0,), max_new_tokens=20, total_steps=1)
     found = learner.mismatch(group.trajectories)
     assert found.count > 50
     assert found.mean_abs < 1e-5
@@ -94,7 +94,7 @@ def test_a_step_changes_the_adapters_alone(make_policy: Maker, tmp_path: Path, a
     policy = adapted(make_policy, tmp_path, architecture)
     before, group = weights_of(policy), sampled(policy)
     section = LearnerSection(lr=1e-2)
-    learner = Learner(policy, section, temperature=1.0, max_new_tokens=20, total_steps=1)
+    learner = Learner(policy, section, temperatures=(1.0,), max_new_tokens=20, total_steps=1)
     intake = Intake(learner.section)
     for items in [*intake.add(group), *intake.rest()]:
         learner.accumulate(items)

@@ -163,7 +163,7 @@ async def house(
 @torch.no_grad()
 def gaps(policy: Policy, found: Sequence[Trajectory]) -> FloatArray:
     """|learner's - engine's| log-prob of every sampled token."""
-    batch = pack([Item(trajectory=t, advantage=0.0) for t in found], policy.device, policy.routers, TEMPERATURE)
+    batch = pack([Item(trajectory=t, advantage=0.0) for t in found], policy.device, policy.routers, (TEMPERATURE,))
     given = batch.token_ids, batch.plan, batch.at, batch.temperature, batch.support, batch.routes
     ours, _ = policy.logprobs(*given)
     return (ours.float() - batch.behaviour).abs().numpy()  # type: ignore[no-any-return]

@@ -37,11 +37,11 @@ class Batch:
 
 
 def pack(
-    sequences: Sequence[Item], device: torch.device, routers: Routers | None = None, temperature: float = 1.0
+    sequences: Sequence[Item], device: torch.device, routers: Routers | None = None, heats: Sequence[float] = (1.0,)
 ) -> Batch:
     """Lay the sequences end to end, or as a tree. With `routers`, recorded expert choices are replayed.
 
-    `temperature` is that of tokens whose turn is not known.
+    The answers of a group take the temperatures `heats` in turns; a turn may have its own.
     """
     trajectories = [s.trajectory for s in sequences]
     sampled = np.concatenate([t.sampled for t in trajectories])
@@ -51,7 +51,7 @@ def pack(
     advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, sequences, strict=True)]
     replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
     lengths, after, tokens, rows = Forest(trajectories).laid_out()
-    temperatures = _temperatures(trajectories, temperature)
+    heat = _temperatures(trajectories, heats)
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -62,7 +62,7 @@ def pack(
         at=tensor(rows[sampled]),
         behaviour=tensor(np.concatenate([t.logprobs for t in trajectories])[sampled]),
         advantage=tensor(np.concatenate(advantages)),
-        temperature=temperature if temperatures is None else tensor(temperatures),
+        temperature=heat if isinstance(heat, float) else tensor(heat),
         sequence_ids=tensor(np.repeat(np.arange(len(sequences)), counts)),
         num_sequences=len(sequences),
         reference=tensor(np.concatenate(references)) if references else None,
@@ -72,13 +72,14 @@ def pack(
     )
 
 
-def _temperatures(trajectories: Sequence[Trajectory], otherwise: float) -> FloatArray | None:
-    """Of each sampled token, by its turn; None if all are `otherwise`."""
-    if all(turn.temperature == otherwise for t in trajectories for turn in t.turns):
-        return None
+def _temperatures(trajectories: Sequence[Trajectory], known: Sequence[float]) -> float | FloatArray:
+    """Of each sampled token, by its turn or its answer's index; one number if all are alike."""
+    heats = {known[t.index % len(known)] for t in trajectories} | {x.temperature for t in trajectories for x in t.turns}
+    if len(heats) == 1:
+        return heats.pop()
     found = []
     for t in trajectories:
-        values = np.full(len(t.token_ids), otherwise, np.float32)
+        values = np.full(len(t.token_ids), known[t.index % len(known)], np.float32)
         for turn in t.turns:
             if turn.temperature <= 0:
                 raise ValueError(f"trajectory {t.id} has a greedy turn: its tokens cannot be trained on")

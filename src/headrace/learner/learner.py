@@ -45,14 +45,14 @@ class Learner:
         policy: Policy,
         section: LearnerSection,
         *,
-        temperature: float,
+        temperatures: Sequence[float],
         max_new_tokens: int,
         total_steps: int,
         sharding: Sharding | None = None,
     ) -> None:
         self.policy, self.section, self.sharding = policy, section, sharding
-        self.step_index = 0
-        self._temperature, self._constant_length, self._total_steps = temperature, max_new_tokens, total_steps
+        self.step_index, self._constant_length, self._total_steps = 0, max_new_tokens, total_steps
+        self._heats = temperatures[: 1 if section.loss == "tba" else None]  # it compares an answer with others
         # over the update: sequences; loss, log-probs, clipped tokens, KL, critic's loss; those of the mismatch
         self._sums = torch.zeros(6 + NUM_SUMS, dtype=torch.float64)
         self._waiting: list[Item] = []  # of the step, if its updates need all of it
@@ -149,7 +149,7 @@ class Learner:
             passes += [[]] * (most - len(passes))
         for part in passes:
             if part:
-                yield part, pack(part, policy.device, routers, self._temperature)
+                yield part, pack(part, policy.device, routers, self._heats)
             else:
                 take_part(policy, backward=backward)
 

@@ -71,7 +71,7 @@ class Groups:
     def __init__(self, config: Config, stages: Stages, rows: RowMaker, ending: Ending) -> None:
         self._stages, self._rows, self._ending = stages, rows, ending
         self._filtered = bool(config.buffer.filters)
-        self._samplings = [sampling_of(config)] * config.rollout.samples
+        self._samplings = samplings_of(config, config.rollout.temperature, config.rollout.samples)
         self._running: dict[int, Sequence[Answer]] = {}  # serial -> its answers
         self._judging: set[asyncio.Task[Any]] = set()  # verdicts, and what filters are asked
 
@@ -194,9 +194,12 @@ def redoes_waves(config: Config) -> bool:
     return config.loop.max_lag == 0 and not config.model.exact
 
 
-def sampling_of(config: Config) -> Sampling:
-    known = [f.name for f in fields(Sampling) if f.name in RolloutSection.model_fields]
-    return Sampling(**{name: getattr(config.rollout, name) for name in known})
+def samplings_of(config: Config, temperatures: Sequence[float], count: int) -> list[Sampling]:
+    """Of `count` answers, which take the `temperatures` in turns."""
+    names = [f.name for f in fields(Sampling) if f.name in RolloutSection.model_fields]
+    known = {name: getattr(config.rollout, name) for name in names}
+    each = [Sampling(**{**known, "temperature": heat}) for heat in temperatures]
+    return [each[i % len(each)] for i in range(count)]
 
 
 async def evaluate(answers: Answers, scorer: Scorer, prompts: list[Prompt], config: Config) -> float | None:

@@ -32,13 +32,13 @@ async def self_check(
     mismatch: Callable[[Sequence[Trajectory]], Mismatch],
     device: Device,
     prompts: list[Prompt],
-    sampling: Sampling,
+    samplings: Sequence[Sampling],
 ) -> Mismatch:
-    short = replace(sampling, max_new_tokens=min(MAX_NEW_TOKENS, sampling.max_new_tokens))
+    short = [replace(s, max_new_tokens=min(MAX_NEW_TOKENS, s.max_new_tokens)) for s in samplings]
     answers = [
         answer
         for i, prompt in enumerate(prompts[:NUM_PROMPTS])
-        for answer in pool.start(Order.group(i, prompt, [short] * NUM_SAMPLES, counted=False))
+        for answer in pool.start(Order.group(i, prompt, short, counted=False))
     ]
     return await device.run(mismatch, await asyncio.gather(*answers))
 

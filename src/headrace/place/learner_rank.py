@@ -69,7 +69,7 @@ class LearnerRank:
             learner = Learner(
                 self.policy,
                 config.learner,
-                temperature=config.rollout.temperature,
+                temperatures=config.rollout.temperature,
                 max_new_tokens=config.rollout.max_new_tokens,
                 total_steps=config.loop.steps,
                 sharding=self._sharding,
