@@ -202,7 +202,7 @@ def _rows(a: dict[str, np.ndarray], num_steps: int, rng: np.random.Generator) ->
             **{"step": i + 1, "version": i + 1, "wall_s": STEP_S, "num_groups": GROUPS},
             **{"num_trajectories": GROUPS * SAMPLES, "generated_tokens": int(generated[i])},
             **{"trained_tokens": int(trained_tokens[i]), "dropped_tokens": {"no_signal": dropped} if dropped else {}},
-            **{"backlog_tokens": 0, "preemptions": int(noise[i, 0] < 0.01), "parks": 0},
+            **{"again_tokens": 0, "backlog_tokens": 0, "preemptions": int(noise[i, 0] < 0.01), "parks": 0},
             **{"lag_mean": lag_mean[i], "lag_max": int(lag_max[i + 1]), "reward_mean": reward_mean[i]},
             **{"reward_std": float(np.sqrt(reward_mean[i] * (1 - reward_mean[i]))), "length_mean": length_mean[i]},
             **{"length_max": int(longest[i + 1]), "truncated_share": cut[i], "loss": noise[i, 1] - 0.5},

@@ -65,6 +65,7 @@ def row(step: int, **given: Any) -> Row:
         "num_trajectories": 2,
         "generated_tokens": 0,
         "trained_tokens": 0,
+        "again_tokens": 0,
         "dropped_tokens": {},
         "backlog_tokens": 0,
         "preemptions": 0,

@@ -116,8 +116,8 @@ def serials(groups: list[tuple[int, int]]) -> list[int]:
 
 
 def test_groups_whose_tokens_may_be_gone_are_left_alone(workshop: Workshop):
-    api.train(workshop.config("forgetful", *REPLAY, "recovery.journal_steps=1", "recovery.keep=1"))
-    run = workshop.directory / "forgetful"
+    api.train(workshop.config("replay-forgetful", *REPLAY, "recovery.journal_steps=1", "recovery.keep=1"))
+    run = workshop.directory / "replay-forgetful"
     assert audit(run) == []
     named = [group for groups in steps_of(run) for group in groups]
     assert len(named) == len(set(named)), "nothing is kept longer than its step"
