@@ -182,10 +182,8 @@ def _renew(given: dict[str, Given]) -> None:
         given["prompts.select"] = "uniform" if shuffled[0] else "in-order", shuffled[1]
     drops = {name: given.pop(f"buffer.drop_{name}", None) for name in ("no_signal", "overlong")}
     if written := [where for _, where in filter(None, drops.values())]:
-        given["buffer.drop"] = (
-            ",".join(name for name, is_on in drops.items() if is_on and is_on[0]) or "nothing",
-            written[0],
-        )
+        on = [name for name, is_on in drops.items() if is_on and is_on[0]]
+        given["buffer.drop"] = ",".join(on) or "nothing", written[0]
     for key in GONE:
         given.pop(key, None)
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from headrace.config import Config, RolloutSection
+from headrace.config import Config
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
 from headrace.loop.stages import Stages
@@ -196,9 +196,8 @@ def redoes_waves(config: Config) -> bool:
 
 def samplings_of(config: Config, temperatures: Sequence[float], count: int) -> list[Sampling]:
     """Of `count` answers, which take the `temperatures` in turns."""
-    names = [f.name for f in fields(Sampling) if f.name in RolloutSection.model_fields]
-    known = {name: getattr(config.rollout, name) for name in names}
-    each = [Sampling(**{**known, "temperature": heat}) for heat in temperatures]
+    known = config.rollout.model_dump(include={f.name for f in fields(Sampling)} - {"temperature"})
+    each = [Sampling(**known, temperature=heat) for heat in temperatures]
     return [each[i % len(each)] for i in range(count)]
 
 

@@ -6,6 +6,7 @@ The ranks of a sharded learner write their shards into one directory, for any nu
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from headrace.user_code import quiet
 
+FILE_BYTES = 2**30  # of checkpoints; what is being written is in memory twice more
 # torch's logger of checkpoints has a line for every tensor; a single process is no mistake here
 QUIET = "c10d-NullHandler-dcp_logger", "torch.distributed is disabled"
 
@@ -45,7 +47,9 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Process
     if num_broken:
         where = broken[0] if broken else "a part on another rank"
         raise ValueError(f"{where} holds what is not a finite number")
-    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    ends = accumulate(tensor.nbytes for tensor in tensors.values())
+    files = {name: end // FILE_BYTES + 1 for name, end in zip(tensors, ends, strict=True)}
+    writer = HuggingFaceStorageWriter(str(directory), files, save_distributed=True)
     with _plain_errors():
         save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
