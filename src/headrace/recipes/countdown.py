@@ -17,14 +17,17 @@ EXPRESSION = re.compile(r"[\d(][\d ()+\-*/]*[+\-*/][\d ()+\-*/]*[\d)]")
 
 
 def problems(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Three numbers from 1 to 20, and a value from 10 to 100 that they can be made into."""
+    """Three numbers from 1 to 20, and a value from 10 to 100 that they can be made into, other than their sum.
+
+    With sums among them, a policy learns to add, is right for a quarter of the problems, and stops there.
+    """
     rng = random.Random(seed)
     while count:
         numbers = [rng.randint(1, 20) for _ in range(3)]
         a, b, c = rng.sample(numbers, 3)
         first, second = rng.choices((operator.add, operator.sub, operator.mul), k=2)
         target = second(first(a, b), c)
-        if 10 <= target <= 100:
+        if 10 <= target <= 100 and target != sum(numbers):
             count -= 1
             given = ", ".join(map(str, numbers))
             asked = f"Make {target} from the numbers {given}. Use each of them exactly once, with + - * / and ( )."
