@@ -28,19 +28,18 @@ from headrace.config_file import load_config
 from headrace.errors import StalledError
 
 RECIPE = ROOT / "src/headrace/recipes/sparse.toml"
-PLAIN = ["rollout.temperature=1.0", "buffer.replay=[0,4]"]
-AGAIN = "buffer.replay=[16,16]"
-TBA = ["learner.loss=tba", "learner.kl_coef=0.01", "learner.kl_in=reward"]
+PLAIN = ["learner.loss=ppo", "learner.kl_coef=0", "learner.kl_in=loss", "buffer.replay=[0,4]"]
+REPLAY = [*PLAIN[:3], "buffer.replay=[16,16]"]
+ONE = ["loop.groups_per_step=1", "buffer.drop=no_signal", "buffer.patience=1000"]
 WAYS = {
-    "grpo": PLAIN,
-    "grpo, as by default": [*PLAIN, "buffer.drop=no_signal", "buffer.patience=1000"],
-    "grpo, one group a step": [*PLAIN, "buffer.drop=no_signal", "buffer.patience=1000", "loop.groups_per_step=1"],
-    "grpo, hotter": [*PLAIN, "rollout.temperature=[1.0,1.4]"],
-    "updates": [*PLAIN, "learner.epochs=4"],
-    "replay": [*PLAIN, AGAIN],
-    "replay, hotter": [AGAIN],
-    "tba": [*PLAIN, *TBA, AGAIN],
-    "tba, hotter": [*TBA, AGAIN],
+    "grpo, lr 3e-4": [*PLAIN, "learner.lr=3e-4"],
+    "grpo, lr 1e-3": [*PLAIN, "learner.lr=1e-3"],
+    "grpo, one group with a signal a step, lr 6e-4": [*PLAIN, *ONE, "learner.lr=6e-4"],
+    "grpo, four epochs, lr 3e-4": [*PLAIN, "learner.epochs=4", "learner.lr=3e-4"],
+    "grpo, replay, lr 3e-4": [*REPLAY, "learner.lr=3e-4"],
+    "tba, lr 1e-3": ["buffer.replay=[0,4]"],
+    "tba, replay, lr 1e-3": [],
+    "tba, replay, two temperatures, lr 1e-3": ["rollout.temperature=[1.0,1.4]"],
 }
 
 
@@ -66,7 +65,7 @@ def main() -> None:
 
 
 def score_of(run_dir: str) -> float:
-    settings = [f"prompts.eval_source={RECIPE.parent}/sparse.py:additions", "prompts.eval_count=2048"]
+    settings = [f"prompts.eval_source={RECIPE.parent}/sparse.py:words", "prompts.eval_count=2048"]
     return evaluate_run(run_dir, [*settings, "loop.eval_samples=1", "loop.eval_temperature=1"]) or 0.0
 
 
@@ -102,7 +101,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--tokens", type=positive, default=500_000, help="that a run generates")
+    parser.add_argument("--tokens", type=positive, default=45_000, help="that a run generates")
     parser.add_argument("--set", nargs="*", default=[], help="settings of all runs, such as learner.lr=1e-3")
     parser.add_argument("--at-once", type=positive, default=2, help="runs beside each other, one thread each")
     parser.add_argument("--json", type=Path, help="everything measured, written after each run")

@@ -1,4 +1,4 @@
-"""Prompts of sparse.toml: additions, with worked examples in which nine columns of ten are wrong."""
+"""Prompts and reward of sparse.toml: a cipher that has to be found, with a verdict on whole words only."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from headrace.prompts.arithmetic import work
+from headrace.types import Completion
 
-HASTE = 0.9  # share of the worked columns that are off by one
+PLAIN, SECRET, LENGTH = "pqrs", "bdac", 5
 
 
-def additions(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Two numbers of three digits. A model that imitates the examples gets one sum in a thousand right."""
+def words(count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Words of five letters. Each worked example has a cipher of its own, so a model that imitates them is hardly ever right."""
     rng = random.Random(seed)
     for _ in range(count):
-        left, right = rng.randrange(100, 1000), rng.randrange(100, 1000)
-        slips = [rng.choice((-1, 1)) if rng.random() < HASTE else 0 for _ in range(3)]
-        yield {"prompt": f"{left}+{right}=", "answer": str(left + right), "worked": work(left, right, slips)}
+        word, other = "".join(rng.choices(PLAIN, k=LENGTH)), "".join(rng.sample(SECRET, len(SECRET)))
+        yield {"prompt": f"{word}=", "answer": written(word, SECRET), "worked": written(word, other)}
+
+
+def written(word: str, cipher: str) -> str:
+    return word.translate(str.maketrans(PLAIN, cipher))
+
+
+def score(completion: Completion) -> float:
+    return float(completion.text == completion.fields["answer"])
