@@ -95,7 +95,7 @@ def test_explain_one_section_or_one_key():
     assert "loop.max_lag" in shown
     assert "learner.lr" not in shown
     shown = headrace("config", "--explain", "loop.max_lag").output
-    assert "how many versions old a trained token may be" in " ".join(shown.split())
+    assert "how many versions old a new token may be" in " ".join(shown.split())
     assert "loop.steps" not in shown
 
 

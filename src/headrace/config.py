@@ -271,7 +271,7 @@ class LoopSection(SettingsSection):
     )
     groups_per_step: PositiveInt = setting(16, "prompts per optimizer step", most=100_000)
     max_lag: Annotated[int | float, Field(ge=0)] = setting(
-        0, "how many versions old a trained token may be; 0 is strictly on-policy, 0.5 half a step ahead", most=10_000
+        0, "how many versions old a new token may be; 0 is strictly on-policy, 0.5 half a step ahead", most=10_000
     )
     eval_every: NonNegativeInt = setting(0, "steps between evaluations; 0: only before and after")
     keep_best: bool = setting(False, "keep the weights of the best evaluation of training in best/")

@@ -286,7 +286,7 @@ def _unknown(key: str, place: str = "") -> str:
         return f"{key} is a section, not a setting; set one of its keys, such as {key}.{example}{where}"
     if f"{section}.{rest.partition('.')[0]}" in SETTINGS:
         return f"unknown setting {key}; {section}.{rest.partition('.')[0]} has no keys of its own{where}"
-    near = _nearest(key)
+    near = next((known for known in SETTINGS if key.startswith(f"{known}_")), "") or _nearest(key)
     return f"unknown setting {key}" + (f"; did you mean {near}?" if near else "") + where
 
 

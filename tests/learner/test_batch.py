@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headrace.learner.batch import Packer, balanced, pack
 from headrace.policy.policy import Policy
-from headrace.types import Item, Replay, Span
+from headrace.types import FinishReason, Item, Replay, Span, Turn
 
 CPU = torch.device("cpu")
 lengths = st.lists(st.integers(2, 40), min_size=1, max_size=30)
@@ -192,3 +192,5 @@ def test_the_answers_of_a_group_take_the_temperatures_in_turns():
     assert isinstance(batch.temperature, torch.Tensor)
     assert batch.temperature.tolist() == [0.5] * 2 + [2.0] * 3 + [0.5]
     assert pack(items[::2], CPU, None, (0.5, 2.0)).temperature == 0.5
+    turned = replace(items[1].trajectory, turns=(Turn(start=1, end=4, finish=FinishReason.EOS, temperature=1.5),))
+    assert pack([items[0], replace(items[1], trajectory=turned)], CPU, None, 0.5).temperature == 0.5  # one for all

@@ -16,6 +16,7 @@ from tiny_runs import Workshop, rows_of, same_bits, select, weights
 from headrace import api
 from headrace.config_file import load_config
 from headrace.errors import ConfigError
+from headrace.learner.learner import Learner
 from headrace.ledger.database import FILE_NAME
 from headrace.runs.audit import audit, books
 
@@ -134,3 +135,51 @@ def test_what_makes_no_sense_is_refused(words: list[str], told: str):
     with pytest.raises(ConfigError) as error:
         load_config(None, words)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize("journal", ["1000", "0"])
+def test_a_longer_memory_after_a_restart_finds_no_tokens_that_are_gone(workshop: Workshop, journal: str):
+    name = f"replay-memory{journal}"
+    short = ("recovery.journal_steps=1", "recovery.keep=1", "recovery.every_steps=1", "buffer.replay=[4,8]")
+    api.train(workshop.config(name, *REPLAY, *short))
+    run = workshop.directory / name
+    api.resume(run, overrides=["loop.steps=10", f"recovery.journal_steps={journal}"])
+    assert audit(run) == []
+    assert rows_of(run)[-1].again_tokens > 0
+
+
+@pytest.mark.parametrize("replay", ["[3,2]", "[0,4]"])
+def test_less_replay_after_a_restart_leaves_sound_books(workshop: Workshop, replay: str):
+    name = f"replay-less{replay[1]}"
+    api.train(workshop.config(name, *REPLAY))
+    api.resume(workshop.directory / name, overrides=["loop.steps=9", f"buffer.replay={replay}"])
+    assert audit(workshop.directory / name) == []
+
+
+def test_groups_of_another_temperature_do_not_come_back(workshop: Workshop):
+    """An answer does not keep its temperature: the learner takes that of the settings."""
+    api.train(workshop.config("replay-cold", *REPLAY, "learner.lr=1e-12"))
+    run = workshop.directory / "replay-cold"
+    api.resume(run, overrides=["loop.steps=10", "rollout.temperature=2.0"])
+    assert audit(run) == []
+    assert all(row.mismatch_mean < 1e-5 for row in rows_of(run))
+    assert rows_of(run)[-1].again_tokens > 0
+    before = {group for groups in steps_of(run)[:7] for group in groups}
+    assert not before.intersection(group for groups in steps_of(run)[7:] for group in groups)
+
+
+def test_nothing_is_trained_on_again_in_a_skipped_step(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    stock, calls = Learner.finish, []
+
+    def broken(self: Learner):  # type: ignore[no-untyped-def]
+        calls.append(1)
+        if len(calls) == 3:
+            next(p for p in self.policy.model.parameters() if p.grad is not None).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        return stock(self)
+
+    monkeypatch.setattr(Learner, "finish", broken)
+    api.train(workshop.config("replay-skipped", *REPLAY))
+    run = workshop.directory / "replay-skipped"
+    (skipped,) = [row for row in rows_of(run) if row.skipped]
+    assert (skipped.trained_tokens, skipped.again_tokens) == (0, 0)
+    assert audit(run) == []

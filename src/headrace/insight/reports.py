@@ -97,9 +97,9 @@ def _losses(reading: Reading) -> Iterator[str]:
 def _health(reading: Reading) -> Iterator[str]:
     mean, outside = reading.lag_mean, reading.ratio_outside
     if mean is not None:
-        yield f"Trained tokens were {mean:.2f} versions old on average, {reading.lag_max} at most."
+        yield f"Tokens were {mean:.2f} versions old on average when first trained on, {reading.lag_max} at most."
     if outside is not None and outside > RATIO_OUTSIDE:
-        far = "the data is far from the policy; lower loop.max_lag, or set learner.correction"
+        far = "the data is far from the policy; lower loop.max_lag or buffer.replay, or set learner.correction"
         yield f"{outside:.1%} of the tokens have an importance ratio outside 0.9 to 1.1: {far}."
     if (left := reading.effective_samples) is not None and left < FEW_EFFECTIVE:
         yield f"The importance weights leave {left:.0%} of the samples effective."

@@ -37,21 +37,21 @@ class Batch:
 
 
 def pack(
-    sequences: Sequence[Item], device: torch.device, routers: Routers | None = None, heats: Sequence[float] = (1.0,)
+    items: Sequence[Item], device: torch.device, routers: Routers | None = None, heats: float | Sequence[float] = (1.0,)
 ) -> Batch:
     """Lay the sequences end to end, or as a tree. With `routers`, recorded expert choices are replayed.
 
-    The answers of a group take the temperatures `heats` in turns; a turn may have its own.
+    A group's answers take the temperatures `heats` in turns, or a turn's own; a number is for all.
     """
-    trajectories = [s.trajectory for s in sequences]
+    trajectories = [s.trajectory for s in items]
     sampled = np.concatenate([t.sampled for t in trajectories])
     counts = [t.num_sampled_tokens for t in trajectories]
-    references = [s.reference for s in sequences if s.reference is not None]
-    starts = [s.start for s in sequences if s.start is not None]
-    advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, sequences, strict=True)]
+    references = [s.reference for s in items if s.reference is not None]
+    starts = [s.start for s in items if s.start is not None]
+    advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, items, strict=True)]
     replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
     lengths, after, tokens, rows = Forest(trajectories).laid_out()
-    heat = _temperatures(trajectories, heats)
+    heat = heats if isinstance(heats, float) else _temperatures(trajectories, heats)
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -63,8 +63,8 @@ def pack(
         behaviour=tensor(np.concatenate([t.logprobs for t in trajectories])[sampled]),
         advantage=tensor(np.concatenate(advantages)),
         temperature=heat if isinstance(heat, float) else tensor(heat),
-        sequence_ids=tensor(np.repeat(np.arange(len(sequences)), counts)),
-        num_sequences=len(sequences),
+        sequence_ids=tensor(np.repeat(np.arange(len(items)), counts)),
+        num_sequences=len(items),
         reference=tensor(np.concatenate(references)) if references else None,
         start=tensor(np.concatenate(starts, axis=1)) if starts else None,
         support=_support(trajectories, device),

@@ -52,7 +52,7 @@ class Learner:
     ) -> None:
         self.policy, self.section, self.sharding = policy, section, sharding
         self.step_index, self._constant_length, self._total_steps = 0, max_new_tokens, total_steps
-        self._heats = temperatures[: 1 if section.loss == "tba" else None]  # it compares an answer with others
+        self._heats = temperatures[0] if section.loss == "tba" else temperatures  # it compares answers
         # over the update: sequences; loss, log-probs, clipped tokens, KL, critic's loss; those of the mismatch
         self._sums = torch.zeros(6 + NUM_SUMS, dtype=torch.float64)
         self._waiting: list[Item] = []  # of the step, if its updates need all of it

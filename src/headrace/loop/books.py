@@ -92,10 +92,7 @@ class RowMaker:
         self.first_reward_failure = self.first_reward_failure or detail
 
     def make(self, step: int, taken: list[Group], stats: StepStats, *, end_s: float, **own: Any) -> Row:
-        """Book the row of a step that ended at `end_s`; the next begins now, after an evaluation.
-
-        `own` are other numbers of the row that the caller knows.
-        """
+        """Book the row of a step that ended at `end_s`, with `own` numbers; the next begins."""
         running, finished = self._clock.running(), self._clock.drain()
         busy = busy_s([*running, *finished], self._start_s, end_s)
         moved, counts, before = self._ledger.moved_since_row(), self._pool.counts, self._counts

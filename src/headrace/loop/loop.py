@@ -226,12 +226,12 @@ class Loop:
         now = self.stages.clock.now()
         # before new groups may start: what a row counts must not depend on how long this takes
         score = await self._score(step) if may_evaluate else None
-        moved, ledger = self.stages.publisher.moved_bytes, self.stages.ledger
+        ledger, own = self.stages.ledger, {"publish_bytes": self.stages.publisher.moved_bytes, "score": score}
         new = [group for group in taken if ledger.waits(group)]
-        again = sum(group.num_sampled_tokens for group in taken) - sum(group.num_sampled_tokens for group in new)
+        old = 0 if stats.skipped else sum(g.num_sampled_tokens for g in taken) - sum(g.num_sampled_tokens for g in new)
         with ledger.writing():
             self.stages.books.trained(new, skipped=stats.skipped)
-            row = self.rows.make(step, new, stats, end_s=now, publish_bytes=moved, score=score, again_tokens=again)
+            row = self.rows.make(step, new, stats, end_s=now, again_tokens=old, **own)
         self.replay.trained(step, [(group.serial, group.attempt) for group in taken], skipped=stats.skipped)
         self.ending.row(row)
         if self.config.loop.keep_best and row.score is not None and self.ending.best_step == step:

@@ -14,6 +14,9 @@ from headrace.loop.stages import Stages
 from headrace.types import Group
 
 Named = tuple[int, int]  # a group: its serial and attempt
+# NULL if the tokens are gone: `recovery.journal_steps` may have been smaller before a restart.
+WORTH = "SELECT MAX(reward) - AVG(reward) FROM trajectories JOIN journal ON trajectory_id = id"
+TRAINED = "WHERE serial = ? AND attempt = ? AND state = 'trained'"
 
 
 class PastGroups:
@@ -36,11 +39,10 @@ class PastGroups:
 
     def trained(self, step: int, groups: Sequence[Named], *, skipped: bool) -> None:
         """`step` has trained on these groups, unless it was `skipped`."""
-        new = [named for named in groups if named not in self._times] if self._most and not skipped else []
-        outcomes = self._stages.ledger.outcomes(serial for serial, _ in new)
-        for serial, attempt in new:
-            rewards = outcomes[serial][1]
-            self._known[serial, attempt] = step, max(rewards) - sum(rewards) / len(rewards)
+        for named in groups if self._most and not skipped else ():
+            ((worth,),) = self._stages.ledger.read(f"{WORTH} {TRAINED}", named)
+            if named not in self._times and worth is not None:
+                self._known[named] = step, worth
         self._times.update(groups)
 
 

@@ -14,7 +14,7 @@ from headrace.errors import RunError
 from headrace.ledger.files import REFERENCE
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Amount
-from headrace.ledger.recovery import Recovery
+from headrace.ledger.recovery import Recovery, changes
 from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import Again, in_flight_rule, redoes_waves
 from headrace.loop.loop import Loop
@@ -65,7 +65,8 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     loop.rows.restore(recovery.scored_since_row())
     for known in rows.values():
         loop.ending.row(known)
-    for step, named in recovery.steps_after(0) if loop.config.buffer.replay[0] else ():
+    heated = max((c.step for c in changes(loop.stages.ledger) if c.key == "rollout.temperature"), default=0)
+    for step, named in recovery.steps_after(heated) if loop.config.buffer.replay[0] else ():
         if step in rows:  # `conclude` will tell of the others
             loop.replay.trained(step, named, skipped=rows[step].skipped)
     redone = []

@@ -12,7 +12,7 @@ PLAIN, SECRET, LENGTH = "pqrs", "bdac", 5
 
 
 def words(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Words of five letters. Each worked example has a cipher of its own, so a model that imitates them is hardly ever right."""
+    """Words of five letters. Worked examples have ciphers of their own: who imitates them is hardly ever right."""
     rng = random.Random(seed)
     for _ in range(count):
         word, other = "".join(rng.choices(PLAIN, k=LENGTH)), "".join(rng.sample(SECRET, len(SECRET)))

@@ -13,8 +13,10 @@ shown (name, tokens) AS (
     UNION ALL SELECT 'dropped:' || key, SUM(value) FROM told, json_each(data, '$.dropped_tokens') GROUP BY key),
 named (step, serial, attempt) AS (
     SELECT s.step, json_extract(g.value, '$[0]'), json_extract(g.value, '$[1]') FROM steps s, json_each(s.groups) g),
-replay AS (  -- what `buffer.replay` says: groups per step, and how often one is trained on
-    SELECT json_extract(value, '$."buffer.replay"') AS told FROM meta WHERE key = 'run:origin')
+replay AS (  -- what `buffer.replay` says, and said before a restart: groups per step, and how often one is trained on
+    SELECT json_extract(value, '$."buffer.replay"') AS told FROM meta WHERE key = 'run:origin'
+    UNION ALL SELECT json_extract(c.value, '$.before') FROM meta, json_each(meta.value) c
+    WHERE meta.key = 'run:changes' AND json_extract(c.value, '$.key') = 'buffer.replay')
 
 -- account {} holds {} tokens and {} trajectories, but its transfers add up to {} and {}
 SELECT a.name, a.tokens, a.trajectories, COALESCE(s.tokens, 0), COALESCE(s.trajectories, 0)
@@ -94,4 +96,4 @@ SELECT r.step, json_extract(r.data, '$.again_tokens') AS shown, COALESCE(b.token
     SELECT n.step, SUM(t.num_tokens) AS tokens FROM named n
     JOIN trajectories t ON t.serial = n.serial AND t.attempt = n.attempt
     WHERE t.state = 'trained' AND t.trained_step < n.step GROUP BY n.step) b ON b.step = r.step
-WHERE shown <> due;
+WHERE shown <> due AND NOT json_extract(r.data, '$.skipped');
