@@ -28,18 +28,17 @@ from headrace.config_file import load_config
 from headrace.errors import StalledError
 
 RECIPE = ROOT / "src/headrace/recipes/sparse.toml"
-PLAIN = ["learner.loss=ppo", "learner.kl_coef=0", "learner.kl_in=loss", "buffer.replay=[0,4]"]
-REPLAY = [*PLAIN[:3], "buffer.replay=[16,16]"]
-ONE = ["loop.groups_per_step=1", "buffer.drop=no_signal", "buffer.patience=1000"]
-WAYS = {
-    "grpo, lr 3e-4": [*PLAIN, "learner.lr=3e-4"],
-    "grpo, lr 1e-3": [*PLAIN, "learner.lr=1e-3"],
-    "grpo, one group with a signal a step, lr 6e-4": [*PLAIN, *ONE, "learner.lr=6e-4"],
-    "grpo, four epochs, lr 3e-4": [*PLAIN, "learner.epochs=4", "learner.lr=3e-4"],
-    "grpo, replay, lr 3e-4": [*REPLAY, "learner.lr=3e-4"],
-    "tba, lr 1e-3": ["buffer.replay=[0,4]"],
-    "tba, replay, lr 1e-3": [],
-    "tba, replay, two temperatures, lr 1e-3": ["rollout.temperature=[1.0,1.4]"],
+ONCE, ONE_UPDATE, COOL = "buffer.replay=[0,4]", "learner.epochs=1", "rollout.temperature=1.0"
+SIGNAL = ["loop.groups_per_step=1", "buffer.drop=no_signal", "buffer.patience=1000"]
+WAYS = {  # what differs from the recipe
+    "GRPO": [ONCE, ONE_UPDATE, COOL],
+    "GRPO, learning rate 1e-3": [ONCE, ONE_UPDATE, COOL, "learner.lr=1e-3"],
+    "GRPO, steps of one group that has a signal": [ONCE, ONE_UPDATE, COOL, *SIGNAL, "learner.lr=6e-4"],
+    "GRPO, four epochs": [ONCE, COOL],
+    "replay": [ONE_UPDATE, COOL],
+    "replay, four epochs": [COOL],
+    "replay, four epochs, two temperatures": [],
+    "TBA, replay, four epochs": [COOL, "learner.loss=tba", "learner.kl_coef=0.1", "learner.kl_in=reward"],
 }
 
 
@@ -48,7 +47,7 @@ def main() -> None:
     if arguments.child:
         return _child(json.loads(arguments.child))
     with tempfile.TemporaryDirectory() as directory:
-        train(load_config(RECIPE, ["loop.steps=1", "learner.lr=1e-12", f"run.dir={directory}/warm", *PLAIN]))
+        train(load_config(RECIPE, ["loop.steps=1", "learner.lr=1e-12", f"run.dir={directory}/warm"]))
         before = score_of(f"{directory}/warm")
         print(f"before: {before:.4f}", flush=True)
         jobs = [
@@ -101,7 +100,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--tokens", type=positive, default=45_000, help="that a run generates")
+    parser.add_argument("--tokens", type=positive, default=20_000, help="that a run generates")
     parser.add_argument("--set", nargs="*", default=[], help="settings of all runs, such as learner.lr=1e-3")
     parser.add_argument("--at-once", type=positive, default=2, help="runs beside each other, one thread each")
     parser.add_argument("--json", type=Path, help="everything measured, written after each run")
