@@ -28,17 +28,17 @@ from headrace.config_file import load_config
 from headrace.errors import StalledError
 
 RECIPE = ROOT / "src/headrace/recipes/sparse.toml"
-ONCE, ONE_UPDATE, COOL = "buffer.replay=[0,4]", "learner.epochs=1", "rollout.temperature=1.0"
+ONCE, ONE_UPDATE = "buffer.replay=[0,4]", "learner.epochs=1"
 SIGNAL = ["loop.groups_per_step=1", "buffer.drop=no_signal", "buffer.patience=1000"]
 WAYS = {  # what differs from the recipe
-    "GRPO": [ONCE, ONE_UPDATE, COOL],
-    "GRPO, learning rate 1e-3": [ONCE, ONE_UPDATE, COOL, "learner.lr=1e-3"],
-    "GRPO, steps of one group that has a signal": [ONCE, ONE_UPDATE, COOL, *SIGNAL, "learner.lr=6e-4"],
-    "GRPO, four epochs": [ONCE, COOL],
-    "replay": [ONE_UPDATE, COOL],
-    "replay, four epochs": [COOL],
-    "replay, four epochs, two temperatures": [],
-    "TBA, replay, four epochs": [COOL, "learner.loss=tba", "learner.kl_coef=0.1", "learner.kl_in=reward"],
+    "GRPO": [ONCE, ONE_UPDATE],
+    "GRPO, learning rate 1e-3": [ONCE, ONE_UPDATE, "learner.lr=1e-3"],
+    "GRPO, steps of one group that has a signal": [ONCE, ONE_UPDATE, *SIGNAL, "learner.lr=6e-4"],
+    "GRPO, four epochs": [ONCE],
+    "replay": [ONE_UPDATE],
+    "replay, four epochs": [],
+    "replay, four epochs, two temperatures": ["rollout.temperature=[1.0,1.4]"],
+    "TBA, replay, four epochs": ["learner.loss=tba", "learner.kl_coef=0.1", "learner.kl_in=reward"],
 }
 
 
