@@ -80,7 +80,8 @@ def finished(workshop: Workshop) -> Finished:
 
 
 def test_a_watcher_is_told_what_happens_in_order(finished: Finished):
-    expected = ["header", "evaluation before", "training", "row", "row", "evaluation after"]
+    training = f"training; held-out score before: {finished.summary['score_before']:.3f}"
+    expected = ["header", "evaluation before", training, "row", "row", "evaluation after"]
     assert finished.diary.entries == expected
     assert finished.diary.rows == rows_of(finished.run)
     assert finished.diary.facts["data"] == "46 prompts to train on, 4 held out"

@@ -294,9 +294,9 @@ async def _train(
 
 async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -> dict[str, Any]:
     """Evaluate, train, evaluate; returns the content of `summary.json`."""
-    run_dir = place.run_dir
-    before = await _before(place, loop, watcher)
-    watcher.phase("training")
+    run_dir, before = place.run_dir, await _before(place, loop, watcher)
+    score = before["score_before"]
+    watcher.phase("training" if score is None else f"training; held-out score before: {score:.3f}")
     stopped = ""
     try:
         await _interruptible(loop)

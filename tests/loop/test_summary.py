@@ -40,7 +40,7 @@ class Stopwatch(api.Watcher):
     rows_s: list[float] = field(default_factory=list)
 
     def phase(self, text: str) -> None:
-        if text == "training":
+        if text.startswith("training"):
             self.began_s = time.monotonic()
 
     def row(self, row: Row) -> None:
