@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,26 @@ def result_of(file: str, job: dict[str, Any]) -> dict[str, Any]:
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def all_of(run: Callable[[Any], Any], jobs: list[Any], results: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """`run` each of the `jobs`, so many at once, and keep what was measured so far in `--json`."""
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        for found in pool.map(run, jobs):
+            results["runs"].append(found)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def options_of_runs(doc: str | None, *, tokens: int) -> argparse.ArgumentParser:
+    """What a script takes that compares runs of several seeds at equal generated tokens."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--tokens", type=positive, default=tokens, help="that a run generates")
+    parser.add_argument("--at-once", type=positive, default=2, help="runs beside each other, one thread each")
+    parser.add_argument("--json", type=Path, help="everything measured, written after each run")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser
 
 
 def positive(text: str) -> int:

@@ -1,7 +1,7 @@
 """A sparse reward: GRPO, replay, trajectory balance, at equal generated tokens. See benchmarks/README.md.
 
     python benchmarks/sparse.py --json docs/results/sparse.json            # 3 seeds of each
-    python benchmarks/sparse.py --ways grpo replay --seeds 0 --tokens 100000
+    python benchmarks/sparse.py --ways GRPO "replay, four epochs" --seeds 0
 
 All runs begin with one model, that of recipes/sparse.toml after its warm start, and go on until they have generated
 `--tokens`. The score is that of 2,048 problems that none of them drew, one sampled answer each. A run is a process of
@@ -15,12 +15,10 @@ import itertools
 import json
 import statistics
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from script import ROOT, commit, positive, result_of
+from script import ROOT, all_of, commit, options_of_runs, result_of
 from selection import Meter
 
 from headrace.api import evaluate_run, train
@@ -55,11 +53,7 @@ def main() -> None:
             for number, (seed, way) in enumerate(itertools.product(arguments.seeds, arguments.ways))
         ]
         results: dict[str, Any] = {"commit": commit(), "tokens": arguments.tokens, "before": before, "runs": []}
-        with ThreadPoolExecutor(arguments.at_once) as pool:
-            for run in pool.map(_run, jobs):
-                results["runs"].append(run)
-                if arguments.json:  # what was measured so far is kept
-                    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        all_of(_run, jobs, results, arguments)
     print(table(results["runs"]))
 
 
@@ -70,7 +64,7 @@ def score_of(run_dir: str) -> float:
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
     run = {**{name: job[name] for name in ("way", "seed", "more")}, **result_of(__file__, job)}
-    print({name: value for name, value in run.items() if name != "rows"}, flush=True)
+    print(run, flush=True)
     return run
 
 
@@ -80,10 +74,8 @@ def _child(job: dict[str, Any]) -> None:
     settings += [f"run.seed={job['seed']}", f"run.dir={run_dir}", "model.threads=1", *WAYS[job["way"]], *job["more"]]
     with suppress(StalledError):  # what was trained before counts
         train(load_config(RECIPE, settings), meter)
-    names = ("generated_tokens", "again_tokens", "reward_mean")
-    rows = [{name: getattr(row, name) for name in names} for row in meter.rows]
-    found = {"steps": meter.steps, "generated": meter.generated, "again": sum(row["again_tokens"] for row in rows)}
-    print(json.dumps({**found, "score": score_of(run_dir), "rows": rows}))
+    found = {"steps": meter.steps, "generated": meter.generated, "again": sum(row.again_tokens for row in meter.rows)}
+    print(json.dumps({**found, "score": score_of(run_dir)}))
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -97,14 +89,9 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of_runs(__doc__, tokens=20_000)
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--tokens", type=positive, default=20_000, help="that a run generates")
     parser.add_argument("--set", nargs="*", default=[], help="settings of all runs, such as learner.lr=1e-3")
-    parser.add_argument("--at-once", type=positive, default=2, help="runs beside each other, one thread each")
-    parser.add_argument("--json", type=Path, help="everything measured, written after each run")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

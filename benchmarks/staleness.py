@@ -16,11 +16,9 @@ import itertools
 import json
 import statistics
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from script import commit, positive, result_of
+from script import all_of, commit, options_of_runs, result_of
 from selection import COMMON, Meter, score_in_the_end
 
 from headrace.api import train
@@ -47,11 +45,7 @@ def main() -> None:
             for number, (seed, lag, loss) in enumerate(kinds)
         ]
         results: dict[str, Any] = {"commit": commit(), "tokens": arguments.tokens, "runs": []}
-        with ThreadPoolExecutor(arguments.at_once) as pool:
-            for run in pool.map(_run, jobs):
-                results["runs"].append(run)
-                if arguments.json:  # what was measured so far is kept
-                    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+        all_of(_run, jobs, results, arguments)
     print(table(results["runs"]))
 
 
@@ -93,14 +87,9 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options_of_runs(__doc__, tokens=250_000)
     parser.add_argument("--lags", type=float, nargs="+", default=[0, 1, 2, 4, 8, 16])
     parser.add_argument("--losses", choices=LOSSES, nargs="+", default=list(LOSSES))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--tokens", type=positive, default=250_000, help="that a run generates")
-    parser.add_argument("--at-once", type=positive, default=2, help="runs beside each other, one thread each")
-    parser.add_argument("--json", type=Path, help="everything measured, written after each run")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import forked
 from tiny_runs import Workshop
@@ -14,6 +17,17 @@ from headrace.ledger.files import SUMMARY
 
 def train(settings: list[str]) -> None:
     api.train(load_config(None, settings))
+
+
+def killed_runs(workshop: Workshop, name: str, settings: tuple[str, ...]) -> Iterator[tuple[Path, Path]]:
+    """An unbroken run, and two that are killed twice each; at least one of the kills hits a living process."""
+    api.train(workshop.config(name, *settings))
+    rng, num_hit = random.Random(name), 0
+    for killed in (f"{name}-killed{i}" for i in range(2)):
+        kills_s = [rng.uniform(0.2, 1.2), rng.uniform(0.2, 1.2)]
+        num_hit += num_kills_that_hit(workshop, killed, workshop.overrides(killed, *settings), kills_s)
+        yield workshop.directory / killed, workshop.directory / name
+    assert num_hit, "no kill hit a living process"
 
 
 def num_kills_that_hit(workshop: Workshop, name: str, settings: list[str], kills_s: list[float]) -> int:

@@ -331,6 +331,18 @@ def test_the_settings_of_a_run_of_an_older_release_are_understood(toml):
     assert config.buffer.drop == "overlong"
 
 
+@pytest.mark.parametrize(
+    ("told", "drop"),
+    [
+        ("drop_overlong = true", "no_signal,overlong"),
+        ("drop_overlong = false", "no_signal"),
+        ("drop_no_signal = false", "nothing"),
+    ],
+)
+def test_of_two_older_settings_the_one_that_is_not_given_has_its_default(toml, told: str, drop: str):
+    assert load_config(toml(f"[buffer]\n{told}\n"), of_a_run=True).buffer.drop == drop
+
+
 def test_a_file_of_a_user_is_told_what_is_no_setting(toml):
     text = message(toml(OLDER))
     for key in ("learner.beta1", "learner.correction_high", "prompts.shuffle", "buffer.min_share", "publish.bucket_mb"):

@@ -180,10 +180,10 @@ def _renew(given: dict[str, Given]) -> None:
             given[new] = [value for value, _ in pair], pair[0][1]
     if (shuffled := given.pop("prompts.shuffle", None)) is not None:
         given["prompts.select"] = "uniform" if shuffled[0] else "in-order", shuffled[1]
-    drops = {name: given.pop(f"buffer.drop_{name}", None) for name in ("no_signal", "overlong")}
-    if written := [where for _, where in filter(None, drops.values())]:
-        on = [name for name, is_on in drops.items() if is_on and is_on[0]]
-        given["buffer.drop"] = ",".join(on) or "nothing", written[0]
+    defaults = {"no_signal": (True, ""), "overlong": (False, "")}
+    drops = {name: given.pop(f"buffer.drop_{name}", default) for name, default in defaults.items()}
+    if where := max(place for _, place in drops.values()):
+        given["buffer.drop"] = ",".join(k for k, on in drops.items() if on[0]) or "nothing", where
     for key in GONE:
         given.pop(key, None)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import sqlite3
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from kills import num_kills_that_hit
+from kills import killed_runs
 from tiny_runs import Workshop, rows_of, same_bits, select, weights
 
 from headrace import api
@@ -98,18 +97,11 @@ def test_other_books_are_found_out(run: Path, tmp_path: Path, damage: str, told:
 
 @pytest.mark.parametrize("settings", [TBA, ("learner.epochs=2",)], ids=["tba", "updates"])
 def test_a_killed_run_ends_with_the_bits_of_an_unbroken_one(workshop: Workshop, settings: tuple[str, ...]):
-    name, settings = f"replay-{len(settings)}", (*REPLAY, *settings)
-    api.train(workshop.config(name, *settings))
-    rng, num_hit = random.Random(name), 0
-    for killed in (f"{name}-killed{i}" for i in range(2)):
-        kills_s = [rng.uniform(0.2, 1.2), rng.uniform(0.2, 1.2)]
-        num_hit += num_kills_that_hit(workshop, killed, workshop.overrides(killed, *settings), kills_s)
-        run, unbroken = workshop.directory / killed, workshop.directory / name
+    for run, unbroken in killed_runs(workshop, f"replay-{len(settings)}", (*REPLAY, *settings)):
         assert audit(run) == []
         assert same_bits(weights(run), weights(unbroken))
         assert [serials(groups) for groups in steps_of(run)] == [serials(groups) for groups in steps_of(unbroken)]
         assert [row.again_tokens for row in rows_of(run)] == [row.again_tokens for row in rows_of(unbroken)]
-    assert num_hit, "no kill hit a living process"
 
 
 def serials(groups: list[tuple[int, int]]) -> list[int]:
