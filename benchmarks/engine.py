@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py --json docs/results/engine.json
     python benchmarks/engine.py --only decode-0.6b/headrace
+    python benchmarks/engine.py --shapes 4b --sequences 4 --context 4096 --only decode-4b/headrace
     python benchmarks/engine.py --tiny                         # on a CPU, to see that it runs
 
 `decode`: steps of many sequences at one context. `job-equal`, `job-tail`: many prompts, from the first request to the
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +34,7 @@ from gpu_record import (
     show_bytes,
     spread,
 )
+from script import positive
 
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine, kv_budget
@@ -62,6 +65,11 @@ class Sizes:
     peer_tokens: int = 128  # of each answer, where the peer's rate is steady before the whole job's length
     decode_peer_tokens: int = 24
     continuous_sequences: int = 64  # its attention costs sequences x sequences: fewer are kinder
+
+    @property
+    def limit(self) -> int:
+        """Of a sequence that is decoded: so far that none ends before the last has begun."""
+        return 4 * self.context + self.window
 
 
 TINY = Sizes(
@@ -96,7 +104,8 @@ class Bench:
 
     def engine(self, max_running: int, prefill: int) -> Engine:
         """With random weights; nothing but its limit ends an answer."""
-        policy = Policy(random_model(self.shape, self.device), word_tokenizer(self.shape.vocab, ends=False))
+        model = random_model(self.shape, self.device, max_context=max(8192, self.sizes.limit))
+        policy = Policy(model, word_tokenizer(self.shape.vocab, ends=False))
         assert not policy.eos_ids
         kv_tokens = kv_budget(policy, 0)
         return Engine(policy, max_running=max_running, prefill_tokens=prefill, kv_tokens=kv_tokens, on_update="keep")
@@ -126,7 +135,7 @@ def decode_headrace(bench: Bench) -> dict[str, Any]:
 
 def _decode_once(engine: Engine, bench: Bench, seed: int) -> dict[str, float]:
     sizes = bench.sizes
-    sampling = Sampling(max_new_tokens=sizes.context + sizes.window - sizes.prompt + 160)
+    sampling = Sampling(max_new_tokens=sizes.limit - sizes.prompt)
     ids = [f"{seed}/{i}" for i in range(sizes.sequences)]
     before = engine.sampled_tokens
     for i, prompt in enumerate(bench.prompts(sizes.sequences, sizes.prompt, seed)):
@@ -135,12 +144,16 @@ def _decode_once(engine: Engine, bench: Bench, seed: int) -> dict[str, float]:
     def context() -> float:
         return sizes.prompt + (engine.sampled_tokens - before) / sizes.sequences
 
+    def decode(until: Callable[[], bool]) -> None:
+        while not until():
+            if engine.preemptions or not engine.has_work:
+                raise RuntimeError(f"{sizes.sequences} sequences of {sizes.context} tokens never ran at the same time")
+            engine.step()  # returns when its tokens are on the host
+
     engine.begun.clear()
-    while len(engine.begun) < sizes.sequences or context() < sizes.context - sizes.window / 2:
-        engine.step()
+    decode(lambda: len(engine.begun) == sizes.sequences and context() >= sizes.context - sizes.window / 2)
     first, started = context(), time.perf_counter()
-    while context() < first + sizes.window:
-        engine.step()  # returns when its tokens are on the host
+    decode(lambda: context() >= first + sizes.window)
     seconds, last = time.perf_counter() - started, context()
     engine.abort(set(ids))
     finished: list[Generation] = []
@@ -276,22 +289,25 @@ def _peer_result(bench: Bench, limits: list[int], seconds: list[float]) -> dict[
 
 def parts(arguments: argparse.Namespace, ceilings: Ceilings) -> dict[str, Part]:
     sizes = TINY if arguments.tiny else Sizes()
+    if arguments.context:
+        sizes = replace(sizes, context=arguments.context, prompt=max(1, arguments.context - sizes.window // 2 - 16))
+    if arguments.sequences:
+        sizes = replace(sizes, sequences=arguments.sequences)
     device = torch.device(arguments.device)
     found: dict[str, Part] = {}
-    for name in ("0.6b", "1.7b"):
+    for name in arguments.shapes:
         bench = Bench(SHAPES["tiny" if arguments.tiny else name], sizes, device, ceilings, arguments.repeats)
         found[f"decode-{name}/headrace"] = partial(decode_headrace, bench)
         found[f"decode-{name}/generate"] = partial(decode_generate, bench)
         found[f"decode-{name}/continuous-batching"] = partial(decode_continuous, bench)
-        if name == "0.6b":
-            mean, fewer = round(sizes.lengths.mean), sizes.continuous_sequences
-            tail = sizes.lengths.draw(sizes.prompts, seed=0)
-            found["job-equal-0.6b/headrace"] = partial(job_headrace, bench, [mean] * sizes.prompts)
-            found["job-equal-0.6b/generate"] = partial(job_generate, bench)
-            equal_peer = [sizes.peer_tokens] * 2 * fewer
-            found["job-equal-0.6b/continuous-batching"] = partial(job_continuous, bench, equal_peer)
-            found["job-tail-0.6b/headrace"] = partial(job_headrace, bench, tail)
-            found["job-tail-0.6b/continuous-batching"] = partial(job_continuous, bench, tail[:fewer])
+        mean, fewer = round(sizes.lengths.mean), sizes.continuous_sequences
+        tail = sizes.lengths.draw(sizes.prompts, seed=0)
+        found[f"job-equal-{name}/headrace"] = partial(job_headrace, bench, [mean] * sizes.prompts)
+        found[f"job-equal-{name}/generate"] = partial(job_generate, bench)
+        equal_peer = [sizes.peer_tokens] * 2 * fewer
+        found[f"job-equal-{name}/continuous-batching"] = partial(job_continuous, bench, equal_peer)
+        found[f"job-tail-{name}/headrace"] = partial(job_headrace, bench, tail)
+        found[f"job-tail-{name}/continuous-batching"] = partial(job_continuous, bench, tail[:fewer])
     return found
 
 
@@ -316,7 +332,11 @@ def _cells(found: dict[str, Any]) -> list[str]:
 
 
 def main(given: list[str] | None = None) -> dict[str, Any]:
-    return run("engine", read(options(__doc__), given), parts, summary)
+    parser = options(__doc__)
+    parser.add_argument("--shapes", nargs="+", default=["0.6b", "1.7b"], choices=SHAPES)
+    parser.add_argument("--sequences", type=positive, help="decoded at the same time")
+    parser.add_argument("--context", type=positive, help="at which they are decoded")
+    return run("engine", read(parser, given), parts, summary)
 
 
 if __name__ == "__main__":

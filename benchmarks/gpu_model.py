@@ -61,6 +61,8 @@ QWEN3 = {"heads": 16, "kv_heads": 8, "head_size": 128, "layers": 28, "vocab": 15
 SHAPES = {
     "0.6b": Shape(hidden=1024, intermediate=3072, **QWEN3),
     "1.7b": Shape(hidden=2048, intermediate=6144, **QWEN3),
+    "4b": Shape(hidden=2560, intermediate=9728, **QWEN3 | {"heads": 32, "layers": 36}),
+    "8b": Shape(hidden=4096, intermediate=12288, **QWEN3 | {"heads": 32, "layers": 36}),
     "tiny": Shape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, head_size=16, vocab=600),
 }
 

@@ -44,6 +44,7 @@ from headrace.serve.uvicorn_server import listening
 from headrace.types import FinishReason, Order, Prompt, Sampling, Span, Trajectory
 
 Sample = Callable[[Order], Awaitable[Trajectory]]
+LENGTHS = {"tiny": [(8, 8), (4, 12)], "cpu": [(64, 64), (16, 112)], "cuda": [(64, 64), (16, 112), (64, 448)]}
 
 
 async def through_the_endpoint(port: int, names: Sequence[str], lengths: tuple[int, int]) -> tuple[int, float]:
@@ -154,7 +155,8 @@ async def directly(sessions: Sequence[Session], lengths: tuple[int, int]) -> tup
 async def real_engine(size: str, device: str, count: int, job: tuple[int, int], repeats: int) -> list[float]:
     """Tokens per second through the endpoint, over those of direct requests. `job`: the lengths of answers."""
     policy, thread = policy_of(size, device), DeviceThread()
-    engine = Engine(policy, max_running=count, prefill_tokens=2048, kv_tokens=count * 1024, on_update="keep")
+    room = {"prefill_tokens": 2048, "kv_tokens": count * max(1024, 4 * job[1])}
+    engine = Engine(policy, max_running=count, on_update="keep", **room)
     spans: dict[str, Any] = {"span": lambda stage: nullcontext(), "clock": time.monotonic}
     finished: dict[str, asyncio.Future[Trajectory]] = {}
     actor = RolloutActor(
@@ -212,7 +214,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     size = "tiny" if arguments.tiny else arguments.device
     count = 4 if arguments.tiny else 64 if arguments.device == "cpu" else 256
     rows, found = [], {}
-    for least, most in [(8, 8), (4, 12)] if arguments.tiny else [(64, 64), (16, 112)]:
+    for least, most in LENGTHS[size]:
         name = f"{least} to {most}" if least < most else f"{most} each"
         print(f"{count} sessions, answers of {name} tokens", flush=True)
         repeats = 1 if arguments.tiny else arguments.repeats
