@@ -230,8 +230,8 @@ def _plain(one: Simulated) -> dict[str, Any]:
     same += [f"{state}_tokens" for state in ("generated", "trained", "dropped", "buffered", "in_flight")]
     return {name: getattr(one, name) for name in same} | {
         "steps": len(one.steps),
-        "step_p50_s": one.step_quantile_s(0.5),
-        "step_p95_s": one.step_quantile_s(0.95),
+        "step_p50_s": one.step_p50_s,
+        "step_p95_s": one.step_p95_s,
         "goodput_tokens_s": one.goodput,
         "rollout_idle": 1 - one.rollout_busy,
         "learner_idle": 1 - one.learner_busy,

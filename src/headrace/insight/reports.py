@@ -191,7 +191,7 @@ def simulation_report(work: Workload, machine: Machine, layout: Layout, found: S
         idle = [max(0.0, 1 - busy) for busy in (one.rollout_busy, one.learner_busy)]
         idle = [max(0.0, sum(idle) - 1)] if layout.turns else idle
         shares = (percent(share) for share in (*idle, 1 - one.reward_busy))
-        speed = (seconds(one.step_s, 4), seconds(one.step_quantile_s(0.95), 4), f"{one.goodput:,.0f}")
+        speed = (seconds(one.step_s, 4), seconds(one.step_p95_s, 4), f"{one.goodput:,.0f}")
         health = (f"{one.lag_mean:.2f}/{one.lag_max}", percent(one.useful_share, 1))
         rows.append((str(one.max_lag), *speed, *shares, *health))
     columns = ("max_lag", "step", "p95", "tokens/s", *pools, "reward idle", "lag", "useful")

@@ -63,17 +63,15 @@ class Simulated:
         self.useful_share = self.trained_tokens / max(1, decided)
         self.lag_max = max((lag for step in self.steps for lag in step.lags), default=0)
         counted = self.steps[min(math.ceil(self.max_lag) + 1, len(self.steps) // 2) :]
-        self._counted_s = [step.wall_s for step in counted]
-        self.step_s = float(np.mean(self._counted_s))
+        counted_s = [step.wall_s for step in counted]
+        self.step_s = float(np.mean(counted_s))
+        self.step_p50_s, self.step_p95_s = np.quantile(counted_s, (0.5, 0.95)).tolist()
         of = {stage: [getattr(step.stage_s, stage) for step in counted] for stage in STAGES}
         self.stage_s = StageTimes(**{stage: float(np.mean(taken)) for stage, taken in of.items()})
-        self.goodput = sum(step.trained_tokens for step in counted) / sum(self._counted_s)
+        self.goodput = sum(step.trained_tokens for step in counted) / sum(counted_s)
         tokens = sum((Counter(step.lags) for step in counted), Counter[int]())
         self.lag_shares = {lag: tokens[lag] / tokens.total() for lag in sorted(tokens)}
         self.lag_mean = sum(lag * share for lag, share in self.lag_shares.items())
-
-    def step_quantile_s(self, share: float) -> float:
-        return float(np.quantile(self._counted_s, share))
 
 
 def simulate(workload: Workload, machine: Machine, *, max_lag: float, steps: int = 32, seed: int = 0) -> Simulated:
