@@ -128,7 +128,7 @@ class Roofline:
     def kv_bytes(self) -> float:
         return self.device.number_bytes * self.model.num_layers * self.model.kv_size
 
-    def decode_step_s(self, *, batch: float, context_tokens: float, tensor_parallel: int = 1) -> float:
+    def decode_step_s(self, batch: float, context_tokens: float, tensor_parallel: int = 1) -> float:
         """One token for each of `batch` sequences, on an engine of `tensor_parallel` devices."""
         model, device = self.model, self.device
         read_bytes = model.params_read(batch) * device.number_bytes

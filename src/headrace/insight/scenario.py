@@ -12,6 +12,7 @@ import heapq
 import re
 import sqlite3
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -367,11 +368,8 @@ def speeds(roofline: Roofline, rows: int, prompt_tokens: float, mean_tokens: flo
     `context_s` counts the contexts of the rows, and the other decode times are without them. So a
     full step half-way through its answers takes what the datasheet says, whatever binds it.
     """
-
-    def decode_s(batch: int, context: float = 0.0) -> float:
-        return roofline.decode_step_s(batch=batch, context_tokens=context, tensor_parallel=gpus_per_worker)
-
-    half_way, alone_s = prompt_tokens + mean_tokens / 2, decode_s(1)
+    decode_s = partial(roofline.decode_step_s, tensor_parallel=gpus_per_worker)
+    half_way, alone_s = prompt_tokens + mean_tokens / 2, decode_s(1, 0.0)
     context_s = (decode_s(1, 1e6) - alone_s) / 1e6
     full_s = max(alone_s, decode_s(rows, half_way) - rows * half_way * context_s)
     return Typed(
