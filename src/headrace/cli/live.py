@@ -93,7 +93,6 @@ class LiveDisplay(Watcher):
         self.paper.print()
 
     def phase(self, text: str) -> None:
-        """A new part of the run begins, such as "warm start"."""
         self.close()
         self.paper.print(Text(f"{self.paper.drawn('▸')} {text}", style="bold"))
 
@@ -137,8 +136,6 @@ class LiveDisplay(Watcher):
         for line in rest:
             self.paper.line(" " * indent + line)
 
-    # While it runs
-
     def _draw(self, text: str, done: int, total: int) -> None:
         if self._bar is None:
             self._bar = _ProgressLine(self.paper.console, self._texts)
@@ -171,8 +168,6 @@ class LiveDisplay(Watcher):
         ]
         clock = f"{duration(self._clock() - self._started_s)} elapsed{left}"
         return clock, "  ".join(filter(None, facts))
-
-    # When it is over
 
     def _show_curve(self, summary: Mapping[str, Any]) -> None:
         paper = self.paper

@@ -84,9 +84,6 @@ def _known_as(name: str, known: Mapping[str, Accelerator]) -> str | None:
     return {letters(other): other for other in known}.get(letters(name))
 
 
-# ---- models
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A dense model, or a mixture of experts."""

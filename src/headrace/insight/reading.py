@@ -183,11 +183,8 @@ def tails_s(finished_s: Numbers, times: Columns) -> Numbers:
     return tails
 
 
-# ---- for Prometheus
-
-
 def metrics_text(run_dir: Path) -> str:
-    """The exposition of a run, also while it goes on; what it has not measured yet is left out."""
+    """A run for Prometheus, also while it goes on; what it has not measured yet is left out."""
     facts = read_run(run_dir).readable()
     with reading(run_dir) as connection:
         rows, ledger = RowColumns(connection), Ledger(connection, run_dir, None)
@@ -251,9 +248,6 @@ def _number(value: float) -> str:
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(float(value))
-
-
-# ---- the timeline
 
 
 def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:

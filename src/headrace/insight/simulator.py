@@ -150,8 +150,6 @@ class _Simulation:
             raise several.exceptions[0] from None
         return found
 
-    # ---- producing
-
     async def _produce(self) -> None:
         work, serials = self.workload, count()
         while True:
@@ -235,8 +233,6 @@ class _Simulation:
         )
         return Group(serial=group.serial, prompt=self._prompt, version=group.version, trajectories=trajectories)
 
-    # ---- learning
-
     async def _learn(self, steps: int) -> None:
         publishing = self._tasks.create_task(asyncio.sleep(0))
         for _ in range(steps):
@@ -305,8 +301,6 @@ class _Simulation:
         while True:
             await asyncio.sleep(self._rng.exponential(self.machine.worker_mtbf_s / len(workers)))
             self.pool.fail(workers[int(self._rng.integers(len(workers)))])
-
-    # ---- books
 
     def _book(self, taken: list[Group]) -> None:
         now_s, lags = self.loop.time(), Counter[int]()
