@@ -39,8 +39,7 @@ def audit(run_dir: Path, *, finished: bool | None = None) -> list[str]:
             problems.append(f"{SUMMARY} cannot be read: {error}")
     with reading(run_dir) as connection:
         try:
-            problems += _schema_problems(connection)
-            problems += _unreadable(connection)
+            problems += _damages(connection)
             for _, found in groupby(_not_of_the_run(run_dir, connection), key=lambda told: told[0]):
                 problems += [sentence for _, sentence in islice(found, _SHOWN)]
             for sentence, query in re.findall(r"-- (.+)\n([^;]+);", _CHECKS):
@@ -58,8 +57,8 @@ def books(run_dir: Path) -> Books:
         return ledger.totals()
 
 
-def _schema_problems(connection: sqlite3.Connection) -> Iterator[str]:
-    """Whether the file is whole, and its constraints and triggers are the ones it was made with."""
+def _damages(connection: sqlite3.Connection) -> Iterator[str]:
+    """Of the file, of the constraints and triggers that it was made with, and of its rows."""
     for (finding,) in connection.execute("PRAGMA quick_check"):
         if finding != "ok":
             yield f"the file is damaged: {finding}"
@@ -70,6 +69,11 @@ def _schema_problems(connection: sqlite3.Connection) -> Iterator[str]:
         for name, sql in fresh.execute(listing):
             if found.get(name) != sql:
                 yield f"the {name} of the database {'was changed' if name in found else 'is gone'}"
+    for step, text in connection.execute("SELECT step, data FROM rows ORDER BY step"):
+        try:
+            row_from_json(text)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            yield f"row {step} cannot be read: {error}"
 
 
 def _not_of_the_run(run_dir: Path, connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
@@ -82,11 +86,3 @@ def _not_of_the_run(run_dir: Path, connection: sqlite3.Connection) -> Iterator[t
             id, head = json.loads(manifest.read_text(encoding="utf-8"))["facts"]["books"]
             if connection.execute("SELECT 1 FROM digests WHERE (id, head) = (?, ?)", (id, head)).fetchone() is None:
                 yield "checkpoints", f"the checkpoint {manifest.parent.name} belongs to other books"
-
-
-def _unreadable(connection: sqlite3.Connection) -> Iterator[str]:
-    for step, text in connection.execute("SELECT step, data FROM rows ORDER BY step"):
-        try:
-            row_from_json(text)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            yield f"row {step} cannot be read: {error}"
