@@ -139,8 +139,8 @@ class EnginePool:
         self._ends_s = np.full(workers, np.inf)  # when the next row of each worker is complete
         self._loads = np.zeros(workers)  # rows of each worker; infinite while it is down
         self._numbers = count()
-        self._num_rows = 0
-        self._active_s, self._active_since_s = 0.0, 0.0  # while any worker had a row
+        self._is_active = False  # whether any worker has a row
+        self._active_s, self._active_since_s = 0.0, 0.0
         self._shift_s, self._paused_s, self._paused = 0.0, 0.0, False
         self._timer: asyncio.TimerHandle | None = None
         self._poked = False
@@ -151,7 +151,7 @@ class EnginePool:
 
     @property
     def active_s(self) -> float:
-        return self._active_s + (self.now() - self._active_since_s if self._num_rows else 0.0)
+        return self._active_s + (self.now() - self._active_since_s if self._is_active else 0.0)
 
     def submit(self, owner: object, lengths: Sequence[int]) -> list[GroupPart]:
         """Queue the answers to a prompt; where one worker cannot hold them all they are split."""
@@ -231,7 +231,7 @@ class EnginePool:
         while worker.ends and worker.ends[0][0] <= due + _SAME:
             ended.append(heapq.heappop(worker.ends))
             worker.level -= self._level(ended[-1])
-        self._rows_changed(worker, -len(ended))
+        self._rows_changed(worker)
         for _, _, part, length in ended:
             self._on_end(part.owner, length)
 
@@ -252,26 +252,20 @@ class EnginePool:
                 row = (worker.steps + length - 1, next(self._numbers), part, length)
                 heapq.heappush(worker.ends, row)
                 worker.level += self._level(row)
-            self._rows_changed(worker, len(part.lengths))
+            self._rows_changed(worker)
             self._on_begin(part.owner)
 
     def _set_rows(self, worker: SimulatedEngine, rows: list[Running]) -> None:
-        change = len(rows) - len(worker.ends)
         worker.ends = rows
         worker.level = sum(map(self._level, rows))
         heapq.heapify(rows)
-        self._rows_changed(worker, change)
+        self._rows_changed(worker)
 
     def _level(self, row: Running) -> float:
         return self._prompt_tokens + row[3] - row[0]
 
-    def _rows_changed(self, worker: SimulatedEngine, change: int) -> None:
-        """The worker has `change` rows more, and another speed."""
-        before, self._num_rows = self._num_rows, self._num_rows + change
-        if not before:
-            self._active_since_s = self.now()
-        elif not self._num_rows:
-            self._active_s += self.now() - self._active_since_s
+    def _rows_changed(self, worker: SimulatedEngine) -> None:
+        """The worker has more rows or fewer, and another speed."""
         rows, end_s = len(worker.ends), math.inf
         worker.step_s = worker.slow * (self._machine.decode_s + self._machine.decode_row_s * rows)
         if rows:
@@ -279,3 +273,6 @@ class EnginePool:
             end_s = max(worker.at_s, worker.hold_s) + steps_s
         self._loads[worker.number] = math.inf if worker.down else rows
         self._ends_s[worker.number] = end_s
+        if self._is_active != (self._ends_s.min() < math.inf):
+            self._active_s, self._active_since_s = self.active_s, self.now()
+            self._is_active = not self._is_active
