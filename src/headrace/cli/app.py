@@ -50,7 +50,11 @@ class Commands(TyperGroup):
                 if sys.stdout is not None:
                     sys.stdout.flush()
         except OSError as error:
-            if not _output_fails():
+            try:
+                print(flush=True)
+            except OSError:  # it takes nothing more: what is left for it is thrown away
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            else:
                 raise
             if not isinstance(error, BrokenPipeError):  # `| head` has read enough
                 print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
@@ -68,16 +72,6 @@ class Commands(TyperGroup):
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(130) from error
-
-
-def _output_fails() -> bool:
-    """Whether the standard output takes nothing more; then what is left for it is thrown away."""
-    try:
-        print(flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
 
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
