@@ -42,8 +42,7 @@ class _ProgressLine(Progress):
         self._texts = texts  # beside the bar, and below it
         bar = BarColumn(max(10, min(40, console.width - 55)))
         columns = (TextColumn("{task.description}", markup=False), bar, TaskProgressColumn())
-        clock = TextColumn("{task.fields[clock]}")
-        super().__init__(*columns, clock, console=console, refresh_per_second=4)
+        super().__init__(*columns, "{task.fields[clock]}", console=console, refresh_per_second=4)
 
     def get_renderables(self) -> Iterator[RenderableType]:
         clock, facts = self._texts()
