@@ -11,7 +11,7 @@ import pytest
 from test_cli import headrace, problem
 from tiny_runs import Workshop, rows_of
 
-from headrace.cli.compare import alternatives
+from headrace.cli.runs import alternatives
 from headrace.errors import ConfigError
 from headrace.runs.compare import Cost, Curve, curve_of, sides_of
 
