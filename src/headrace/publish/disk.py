@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from headrace.errors import PublishError
-from headrace.publish.encoding import EncodingKind, Manifest, Payload, verify
+from headrace.publish.encoding import Manifest, Payload, verify
 from headrace.roles import SendingEnd
 from headrace.types import Ticket
 
@@ -45,11 +45,11 @@ class DiskSender(SendingEnd):
         try:
             _remove(path)  # after a restart a version may come a second time
             path.mkdir(parents=True)
-            with (path / CONTENT[EncodingKind(manifest.encoding)]).open("wb") as file:
+            with (path / CONTENT[manifest.encoding]).open("wb") as file:
                 file.write(_header(manifest))
                 for bucket in payload.buckets:
                     file.write(bucket.cpu().numpy().data)
-            if self._model_dir is not None and manifest.encoding == EncodingKind.FULL:
+            if self._model_dir is not None and manifest.encoding == "full":
                 for beside in self._model_dir.iterdir():
                     if beside.suffix in _BESIDE and "safetensors" not in beside.name:
                         shutil.copy(beside, path)
@@ -85,7 +85,7 @@ class DiskReceiver:
         try:
             if (path / MANIFEST).read_text() != json.dumps(asdict(manifest)):
                 raise PublishError(f"{path} contains another version than the ticket says")
-            with (path / CONTENT[EncodingKind(manifest.encoding)]).open("rb", buffering=0) as file:
+            with (path / CONTENT[manifest.encoding]).open("rb", buffering=0) as file:
                 file.seek(len(_header(manifest)))
                 buckets = [torch.from_numpy(np.fromfile(file, np.uint8, size)) for size in manifest.sizes]
         except (OSError, ValueError) as error:
@@ -95,7 +95,7 @@ class DiskReceiver:
 
 def _header(manifest: Manifest) -> bytes:
     """The header of a safetensors file; a delta has none."""
-    if manifest.encoding == EncodingKind.DELTA:
+    if manifest.encoding == "delta":
         return b""
     entries, start = {}, 0
     for spec in manifest.tensors:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -32,16 +32,9 @@ BUCKET_BYTES = 64 << 20  # large enough for a network, small enough that a few f
 _ROW_WORDS = 4096
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number: torch has no uint64 sums
 
+Encoding = Literal["full", "delta", "adapter"]
 Named = Iterable[tuple[str, Tensor]]
 Changes = dict[str, tuple[Tensor, Tensor]]  # by tensor: places that changed, and their new bits
-
-
-class EncodingKind(StrEnum):
-    """Which part of the weights is sent."""
-
-    FULL = "full"
-    DELTA = "delta"
-    ADAPTER = "adapter"
 
 
 def cast(tensors: Named, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -53,9 +46,8 @@ def cast(tensors: Named, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 class Encoder:
     """Makes payloads, in CPU memory. For deltas it keeps a copy of the committed weights there."""
 
-    def __init__(self, kind: EncodingKind | str, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.kind = EncodingKind(kind)
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, kind: Encoding, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.kind, self._bucket_bytes = kind, bucket_bytes
         self.version: int | None = None  # the committed one
         self._held: dict[str, Tensor] = {}  # for deltas: weights of the committed version, or of the first
         self._changes: Changes = {}  # of the version encoded last
@@ -65,19 +57,19 @@ class Encoder:
         if self.version is not None and version <= self.version:
             raise PublishError(f"version {version} cannot follow version {self.version}")
         self._changes = {}
-        if self.kind is EncodingKind.DELTA and self.version is not None:
+        if self.kind == "delta" and self.version is not None:
             return self._delta(version, tensors)
-        if self.kind is EncodingKind.DELTA:
+        if self.kind == "delta":
             self._held = {name: t.detach().to(CPU, copy=True).contiguous() for name, t in tensors}
             tensors = self._held.items()
         payload = self._full(version, tensors)
-        if self.kind is EncodingKind.ADAPTER and not payload.manifest.tensors:
+        if self.kind == "adapter" and not payload.manifest.tensors:
             raise PublishError(f"there is no adapter to publish: no tensor's name contains '{ADAPTER_MARK}'")
         return payload
 
     def takes(self, name: str) -> bool:
         """Whether the tensor is published; the others need not be gathered or cast."""
-        return self.kind is not EncodingKind.ADAPTER or ADAPTER_MARK in name
+        return self.kind != "adapter" or ADAPTER_MARK in name
 
     def committed(self, version: int) -> None:
         """Every receiver has `version`, the last one encoded: the next delta starts from it."""
@@ -91,11 +83,11 @@ class Encoder:
         return self._full(self.version, self._held.items())
 
     def _full(self, version: int, tensors: Named) -> Payload:
-        writer, is_adapter = BucketWriter(self._bucket_bytes), self.kind is EncodingKind.ADAPTER
+        writer = BucketWriter(self._bucket_bytes)
         for name, tensor in tensors:
             if self.takes(name):
                 writer.write(name, tensor, bits(tensor.contiguous(), torch.uint8))
-        return writer.payload(version, None, EncodingKind.ADAPTER if is_adapter else EncodingKind.FULL)
+        return writer.payload(version, None, "full" if self.kind == "delta" else self.kind)
 
     def _delta(self, version: int, tensors: Named) -> Payload:
         writer, changes = BucketWriter(self._bucket_bytes), Changes()
@@ -114,7 +106,7 @@ class Encoder:
             raise PublishError(f"version {version} lacks '{min(missing)}', which version {self.version} has")
         self._changes = changes
         if writer.num_bytes < sum(tensor.nbytes for tensor in self._held.values()):
-            return writer.payload(version, self.version, EncodingKind.DELTA)
+            return writer.payload(version, self.version, "delta")
 
         def changed(name: str) -> Tensor:
             tensor, (places, values) = self._held[name].clone(), changes[name]
@@ -133,7 +125,7 @@ def decoded(payload: Payload, live: Mapping[str, Tensor], held: int | None) -> I
     start = 0
     for spec in payload.manifest.tensors:
         target = live[spec.name]
-        if payload.manifest.encoding == EncodingKind.DELTA:
+        if payload.manifest.encoding == "delta":
             flat, coded = bits(target), torch.cat([*payload.pieces(start, spec.num_bytes)])
             places = read_places(coded[: spec.place_bytes], spec.num_changed, len(flat))
             changes = read_changes(coded[spec.place_bytes :], spec.num_changed, flat.dtype)
@@ -157,8 +149,8 @@ def _check(manifest: Manifest, live: Mapping[str, Tensor], held: int | None) -> 
     names = {spec.name for spec in manifest.tensors}
     if unknown := names - live.keys():
         raise PublishError(f"{where}: the receiver has no tensor '{min(unknown)}'")
-    expected = {name for name in live if manifest.encoding == EncodingKind.FULL or ADAPTER_MARK in name}
-    if manifest.encoding != EncodingKind.DELTA and (missing := expected - names):
+    expected = {name for name in live if manifest.encoding == "full" or ADAPTER_MARK in name}
+    if manifest.encoding != "delta" and (missing := expected - names):
         raise PublishError(f"{where} lacks the tensor '{min(missing)}'")
     for spec in manifest.tensors:
         target = live[spec.name]
@@ -168,7 +160,7 @@ def _check(manifest: Manifest, live: Mapping[str, Tensor], held: int | None) -> 
             raise PublishError(f"{sent}, and the receiver's is {dtype} {list(shape)}")
         if not target.is_contiguous():
             raise PublishError(f"{where}: the receiver's '{spec.name}' is not contiguous in memory")
-        if manifest.encoding != EncodingKind.DELTA and spec.num_bytes != target.nbytes:
+        if manifest.encoding != "delta" and spec.num_bytes != target.nbytes:
             has = f"{spec.num_bytes:,} bytes in place of {target.nbytes:,}"
             raise PublishError(f"{where}: '{spec.name}' has {has}")
 
@@ -199,7 +191,7 @@ class Manifest:
 
     version: int
     base: int | None  # the version that a receiver must have; None if any will do
-    encoding: str
+    encoding: Encoding
     tensors: tuple[TensorSpec, ...]
     sizes: tuple[int, ...]  # bytes of each bucket
     checksums: tuple[int, ...]
@@ -251,7 +243,7 @@ class BucketWriter:
                 self._free[: len(part)].copy_(part)
                 self._free = self._free[len(part) :]
 
-    def payload(self, version: int, base: int | None, encoding: str) -> Payload:
+    def payload(self, version: int, base: int | None, encoding: Encoding) -> Payload:
         buckets = tuple(self._buckets)
         if free := len(self._free):  # give the unused memory back
             buckets = (*buckets[:-1], buckets[-1][:-free].clone())

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headrace.errors import PublishError
 from headrace.measured import PublishTimes
-from headrace.publish.encoding import Encoder, EncodingKind, Manifest, Named, cast, decoded
+from headrace.publish.encoding import Encoder, Manifest, Named, cast, decoded
 from headrace.roles import ReceivingEnd, SendingEnd
 from headrace.types import Ticket
 
@@ -108,7 +108,7 @@ class Publisher:
         if self._nodes is not None:
             self._end.expect(self._nodes)  # new receivers are not connected yet
             self._nodes = None
-        if not self._kept and self._encoder.kind is EncodingKind.DELTA and self._encoder.version is not None:
+        if not self._kept and self._encoder.kind == "delta" and self._encoder.version is not None:
             base = self._encoder.rebase()
             self._end.stage(base)
             self._kept = [base.manifest]
