@@ -18,10 +18,7 @@ STAGES = ("rollout", "reward", "reference", "train", "publish")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """Seconds each stage was busy in some interval: the five τ of the goodput equation.
-
-    Example: StageTimes(rollout=1.9, reward=0.2, reference=0.0, train=0.8, publish=0.01)
-    """
+    """Seconds each stage was busy in some interval: the five τ of the goodput equation."""
 
     rollout: float = 0.0
     reward: float = 0.0
@@ -37,10 +34,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounts:
-    """What engines did since they started.
-
-    Example: EngineCounts(computed_tokens=51200, drafted_tokens=800, accepted_tokens=610)
-    """
+    """What engines did since they started."""
 
     computed_tokens: int = 0  # of prompts and answers: while it grows, engines make progress
     preemptions: int = 0  # times a sequence gave up its cache for others
@@ -71,12 +65,9 @@ class StageSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyFacts:
-    """What a process that holds no weights knows about the policy.
+    """What a process that holds no weights knows about the policy."""
 
-    Example: PolicyFacts(name="Qwen3ForCausalLM", num_weights=1_025_408, device="cpu", ...)
-    """
-
-    name: str
+    name: str  # of the model's class, "Qwen3ForCausalLM"
     num_weights: int
     device: str
     dtype: str
@@ -90,8 +81,6 @@ class Mismatch:
     """How far the learner's log-probs are from the behaviour's, over `count` tokens.
 
     Δ is learner - behaviour, r = exp Δ. The defaults mean no mismatch.
-
-    Example: Mismatch(count=2, mean_abs=0.11, k3=0.006, ratio_mean=1.06, outside_share=0.5)
     """
 
     count: int = 0
@@ -106,10 +95,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """What one optimizer step did.
-
-    Example: StepStats(loss=-0.01, grad_norm=0.7, lr=3e-6, mismatch=Mismatch(...), ...)
-    """
+    """What one optimizer step did."""
 
     loss: float
     grad_norm: float
@@ -124,10 +110,7 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishTimes:
-    """Seconds and bytes of one publication, by operation.
-
-    Example: PublishTimes(gather_s=0.2, encode_s=0.5, transfer_s=0.3, transfer_bytes=31_000_000)
-    """
+    """Seconds and bytes of one publication, by operation."""
 
     gather_s: float = 0.0  # whole tensors from the learner's shards
     cast_s: float = 0.0
@@ -169,11 +152,7 @@ def _total(label: str, help: str, unit: str = "", exported: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The ledger's one line per step.
-
-    Example: Row(step=12, version=12, wall_s=1.4, num_groups=16, num_trajectories=128,
-        generated_tokens=4310, trained_tokens=4096, dropped_tokens={"no_signal": 214}, ...)
-    """
+    """The ledger's one line per step."""
 
     step: int
     version: int = _metric("step/version", "version of the policy after the step", "", "last", "policy_version")
