@@ -16,17 +16,17 @@ from headrace.user_code import source_hash
 
 def test_a_file_is_loaded_by_its_path(rewards: str) -> None:
     function = resolve(f"{rewards}:score")
-    assert (function.name, function.mode) == ("score", Mode.SINGLE)
+    assert (function.name, function.mode) == ("score", "single")
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        ("score", Mode.SINGLE),
-        ("later", Mode.ASYNC),
-        ("batch", Mode.BATCH),
-        ("async_batch", Mode.BATCH),
-        ("with_default", Mode.SINGLE),
+        ("score", "single"),
+        ("later", "async"),
+        ("batch", "batch"),
+        ("async_batch", "batch"),
+        ("with_default", "single"),
     ],
 )
 def test_the_parameter_decides_how_it_is_called(rewards: str, name: str, mode: Mode) -> None:

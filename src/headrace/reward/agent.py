@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.errors import ConfigError
-from headrace.reward.function import Mode, RewardFunction, read_verdict
+from headrace.reward.function import RewardFunction, read_verdict
 from headrace.types import Command, Score
 from headrace.user_code import load_function
 
@@ -46,4 +46,4 @@ def agent_function(spec: str) -> RewardFunction:
         finally:
             del going[command.episode]
 
-    return RewardFunction(name="agent", call=call, mode=Mode.ASYNC, read=_read)
+    return RewardFunction(name="agent", call=call, mode="async", read=_read)

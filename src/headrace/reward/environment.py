@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from headrace.errors import ConfigError, ToolArgumentsError
-from headrace.reward.function import Mode, RewardFunction, failure
+from headrace.reward.function import RewardFunction, failure
 from headrace.types import Command, Score
 from headrace.user_code import load_function
 
@@ -69,7 +69,7 @@ def environment_function(spec: str) -> RewardFunction:
         )
     methods = [getattr(make, name) for name in (*host.tools, *PROTOCOL) if hasattr(make, name)]
     if any(map(inspect.iscoroutinefunction, methods)):
-        return RewardFunction(name=make.__name__, call=host.answer, mode=Mode.ASYNC, read=_read)
+        return RewardFunction(name=make.__name__, call=host.answer, mode="async", read=_read)
 
     def without_waiting(command: Command) -> Any:  # no event loop runs: user code may start one
         try:

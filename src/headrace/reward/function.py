@@ -18,10 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from headrace.errors import ConfigError, RewardError, UnavailableError
 from headrace.types import Command, Completion, DropReason, Group, Score
@@ -29,6 +28,7 @@ from headrace.user_code import MAX_DETAIL_CHARS, load_function, load_optional, s
 
 Reward = Callable[[Completion], float]
 Judged = Completion | Group | Command  # by a reward function, a filter or an environment
+Mode = Literal["single", "async", "batch"]  # with one completion, awaited, or with a list
 
 BUILTIN_NAMES = ("exact", "regex", "math")
 BATCH_PARAMETER = "completions"
@@ -37,29 +37,21 @@ _PASSING = {"ConnectionError", "TimeoutError", "Timeout", "TransportError"}
 _PASSING |= {"APIConnectionError", "RateLimitError", "InternalServerError"}
 
 
-class Mode(StrEnum):
-    """How a function is called: with one completion, as a coroutine, or with a list."""
-
-    SINGLE = "single"
-    ASYNC = "async"
-    BATCH = "batch"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardFunction:
     """A reward function, or a filter, ready to be called."""
 
     name: str  # also the name of the reward part, if the function returns a plain number
     call: Callable[[Any], Any]
-    mode: Mode = Mode.SINGLE
+    mode: Mode = "single"
     read: Callable[[Any], Score] | None = None  # an environment's or agent's verdict; None: `read_verdict` does
 
     def invoke(self, completions: Sequence[Judged]) -> Any:
         """One call, whose result may be awaitable. Only BATCH takes several completions."""
-        return self.call(list(completions) if self.mode is Mode.BATCH else completions[0])
+        return self.call(list(completions) if self.mode == "batch" else completions[0])
 
     def scores(self, verdict: Any, num_items: int) -> list[Score]:
-        if self.mode is Mode.BATCH:
+        if self.mode == "batch":
             return read_verdicts(verdict, self.name, num_items)
         return [self.read(verdict) if self.read else read_verdict(verdict, self.name)]
 
@@ -236,7 +228,7 @@ def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
-        return Mode.SINGLE  # written in C, without a signature: the first call will tell
+        return "single"  # written in C, without a signature: the first call will tell
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
     needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if not positional or any(p is not positional[0] for p in needed):
@@ -246,9 +238,9 @@ def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
             f"a single Completion, or a list of them if it is called '{BATCH_PARAMETER}'"
         )
     if positional[0].name == BATCH_PARAMETER:
-        return Mode.BATCH
+        return "batch"
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004
-    return Mode.ASYNC if is_async else Mode.SINGLE
+    return "async" if is_async else "single"
 
 
 def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from headrace.errors import ConfigError, RewardError
 from headrace.reward.function import Judged, Mode, Setup, failure
@@ -34,7 +34,7 @@ from headrace.user_code import names_file, search_path, user_folders
 START_TIMEOUT_S = 120.0  # user code may import large libraries
 GRACE_S = 1.0  # more than the time limit that the worker itself has for coroutines
 PAUSE_S = 0.5  # before a retry of what was unavailable; doubled each time
-MAX_GOING = {Mode.SINGLE: 16, Mode.ASYNC: 64, Mode.BATCH: 64}  # jobs that one worker has at a time
+MAX_GOING = {"single": 16, "async": 64, "batch": 64}  # jobs that one worker has at a time
 MAX_PLAYING = 1024  # agents, or replies of environments that are coroutines
 MAX_REPLY_BYTES = 1 << 20
 LIMITS = {"nproc": 1024, "nofile": 1024}  # of a worker in a sandbox; threads count as processes
@@ -71,7 +71,8 @@ class JudgeProcess:
     """One worker: a child process and the socket to it."""
 
     def __init__(self, setup: Setup) -> None:
-        self.mode, self._setup = Mode.SINGLE, setup
+        self._setup = setup
+        self.mode: Mode = "single"
         self.num_sent = 0  # jobs; also the number of the next item
         self.going: dict[int, Job] = {}  # by item number, oldest first
         self.replies: deque[dict[str, Any]] = deque()
@@ -118,9 +119,9 @@ class JudgeProcess:
                 pass
             if isinstance(ready.get("error"), str):
                 raise (RewardError if setup.setting == "reward.function" else ConfigError)(ready["error"])
-            if ready.get("mode") not in list(Mode):
+            if ready.get("mode") not in get_args(Mode):
                 raise JudgeLostError(DropReason.REWARD_ERROR, f"its process sent {reprlib.repr(ready)}")
-            self.mode, self._is_ready = Mode(ready["mode"]), True
+            self.mode, self._is_ready = ready["mode"], True
             self.printed.take()  # by the imports
         except JudgeLostError as lost:
             said = f"\n{said}" if (said := self.printed.rest().strip()) else ""
@@ -128,7 +129,7 @@ class JudgeProcess:
         finally:
             if not self._is_ready:
                 await self.stop()
-        self._limit_s = setup.timeout_s + (GRACE_S if self.mode is Mode.ASYNC else 0.0)
+        self._limit_s = setup.timeout_s + (GRACE_S if self.mode == "async" else 0.0)
 
     async def send(self, request: Any, timeout_s: float) -> None:
         self._said = None
@@ -159,9 +160,9 @@ class JudgeProcess:
 
     def output(self) -> str:
         """What was printed for the verdict that came in. Coroutines print side by side: nobody knows for which."""
-        if self.mode is Mode.ASYNC:
+        if self.mode == "async":
             return ""
-        if self._said is None or self.mode is Mode.SINGLE:  # a batch's verdicts come from one call
+        if self._said is None or self.mode == "single":  # a batch's verdicts come from one call
             self._said = self.printed.take()
         return self._said
 
@@ -175,7 +176,7 @@ class JudgeProcess:
         Coroutines have a time limit in the worker, so there any reply shows that it is not blocked.
         """
         due = next(iter(self.going.values())).due
-        return due if self.mode is not Mode.ASYNC else max(due, self._heard_s + self._limit_s)
+        return due if self.mode != "async" else max(due, self._heard_s + self._limit_s)
 
     def elapsed_s(self) -> float:
         """Since the oldest job was begun."""
@@ -185,7 +186,7 @@ class JudgeProcess:
     def takes_more(self) -> bool:
         """Whether jobs may join: only coroutines, unless one is late or to be judged alone."""
         late = any(job.suspect or self._loop.time() > job.due for job in self.going.values())
-        return not self.going or (self.mode is Mode.ASYNC and not late)
+        return not self.going or (self.mode == "async" and not late)
 
     async def woken(self) -> None:
         await self.wake.wait()
@@ -320,9 +321,9 @@ class JudgePool:
     def _take(self, worker: JudgeProcess) -> list[Job]:
         """The next jobs for this worker, leaving a share of the queue to the other workers."""
         mode, num_going = worker.mode, len(worker.going)
-        plays = mode is Mode.ASYNC and self._setup.setting.startswith("episode.")
+        plays = mode == "async" and self._setup.setting.startswith("episode.")
         num_wanted = (MAX_PLAYING if plays else MAX_GOING[mode]) - num_going if worker.takes_more() else 0
-        if mode is not Mode.BATCH and self._num_workers > 1:
+        if mode != "batch" and self._num_workers > 1:
             num_wanted = min(num_wanted, 1 + len(self._queue) // (2 * self._num_workers))
         jobs: list[Job] = []
         while self._queue and len(jobs) < num_wanted:
@@ -360,11 +361,11 @@ class JudgePool:
                 while worker.replies:  # from before it was lost
                     self._book(worker, worker.replies.popleft())
             left = list(worker.going.values())
-            num_in_progress = 1 if worker.mode is Mode.SINGLE else len(left)
+            num_in_progress = 1 if worker.mode == "single" else len(left)
             score = replace(lost.score, output=worker.printed.rest(), seconds=worker.elapsed_s())
             self._enqueue(left[num_in_progress:], first=True)
             for job in left[:num_in_progress]:
-                job.suspect = worker.mode is not Mode.SINGLE
+                job.suspect = worker.mode != "single"
                 self._retry(job, score)
             return False
 
@@ -375,7 +376,7 @@ class JudgePool:
             detail = f"the worker process sent a verdict on an unknown answer: {reprlib.repr(item)}"
             raise JudgeLostError(DropReason.REWARD_ERROR, detail)
         job, score = worker.going.pop(item), score_of(reply, worker.output())
-        if worker.mode is not Mode.ASYNC:  # the next one in the chunk starts now
+        if worker.mode != "async":  # the next one in the chunk starts now
             worker.start_timing(list(worker.going.values())[:1])
         if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):
             self._retry(job, score)

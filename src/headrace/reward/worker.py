@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from headrace.errors import HeadraceError
-from headrace.reward.function import Mode, RewardFunction, Setup, failure, failure_of, read_verdict
+from headrace.reward.function import RewardFunction, Setup, failure, failure_of, read_verdict
 from headrace.types import DropReason, Score
 
 HEADER = struct.Struct("!Q")
@@ -91,7 +91,7 @@ def main(fd: int) -> None:
         _end_call(streams)
         sock.sendall(frame(json.dumps({"mode": function.mode}).encode()))
         with asyncio.Runner() as runner:
-            if function.mode is Mode.ASYNC:
+            if function.mode == "async":
                 runner.run(_judge_concurrently(function, setup.timeout_s, sock))
                 return
             while (request := read_frame(requests)) is not None:
@@ -110,7 +110,7 @@ def _judge_in_turn(
     function: RewardFunction, blobs: dict[int, bytes], runner: asyncio.Runner, sock: socket.socket, streams: list[int]
 ) -> None:
     """One call per item, or per batch. No event loop is running, so user code may start one."""
-    for items in [list(blobs)] if function.mode is Mode.BATCH else [[item] for item in blobs]:
+    for items in [list(blobs)] if function.mode == "batch" else [[item] for item in blobs]:
         began = time.perf_counter()
         try:
             verdict = function.invoke([pickle.loads(blobs[item]) for item in items])
