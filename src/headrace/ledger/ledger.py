@@ -39,18 +39,13 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Books:
-    """All accounts at one moment: generated = trained + dropped + buffered + in flight.
-
-    Example:
-        Books(generated=Amount(tokens=900, trajectories=10), buffered=Amount(), in_flight=Amount(),
-            trained=Amount(tokens=700, trajectories=8), dropped={"stale": Amount(tokens=200, trajectories=2)})
-    """
+    """All accounts at one moment: generated = trained + dropped + buffered + in flight."""
 
     generated: Amount
     trained: Amount
     buffered: Amount
     in_flight: Amount
-    dropped: Mapping[str, Amount] = field(default_factory=dict)
+    dropped: Mapping[str, Amount] = field(default_factory=dict)  # by reason, as "stale"
 
     @property
     def backlog_tokens(self) -> int:

@@ -170,19 +170,14 @@ def _check(manifest: Manifest, live: Mapping[str, Tensor], held: int | None) -> 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor and its bytes in the payload; in a delta, also its changed elements.
-
-    Example:
-        TensorSpec("model.norm.weight", "bfloat16", (1024,), num_bytes=2048)
-        TensorSpec("model.norm.weight", "bfloat16", (1024,), num_bytes=37, num_changed=12, place_bytes=13)
-    """
+    """One tensor and its bytes in the payload; in a delta, also its changed elements."""
 
     name: str
-    dtype: str
+    dtype: str  # as torch names it: "bfloat16"
     shape: tuple[int, ...]
     num_bytes: int
     num_changed: int = 0
-    place_bytes: int = 0
+    place_bytes: int = 0  # the first of `num_bytes`, which say where; the others say what
 
 
 @dataclass(frozen=True, slots=True)
