@@ -40,8 +40,7 @@ class ScriptedSampler(Sampler):
     """A `Sampler` without a model: `script(prompt, index)` gives an answer's pieces, in order.
 
     Sampled tokens have the log-prob `logprob` and the version last committed. Answers are complete
-    at once: nothing is ever under way, cached or staged, so what acts on that does nothing. And
-    `greedy` gives None: there is no model to ask.
+    at once: nothing is ever under way, cached or staged, so what acts on that does nothing.
     """
 
     script: Callable[[Prompt, int], Sequence[Piece]]
@@ -78,6 +77,9 @@ class ScriptedSampler(Sampler):
     async def tell_under_way(self) -> None:
         self._under_way = {}
         self._news.set()
+
+    def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
+        return []  # there is no model to ask
 
     def commit(self, version: int) -> PublishTimes:
         self.version = version

@@ -115,7 +115,7 @@ class RolloutSection(SettingsSection):
         "embedded", "what samples: the engine in here, or a server of vLLM or SGLang"
     )
     command: Name = setting(
-        "", "starts a server of an engine that is not embedded, flags are added; empty takes its own with `python`"
+        "", "starts a server of vLLM or SGLang, flags are added; or addresses of yours: http://a:8000,http://b:8000"
     )
     samples: PositiveInt = setting(8, "trajectories per prompt", most=10_000)
     max_new_tokens: PositiveInt = setting(64, "an answer is cut here")
@@ -473,6 +473,8 @@ def _of_engines(config: Config) -> Iterator[str]:
         f"rollout.max_wall_s = {rollout.max_wall_s}: it cannot lay answers aside": rollout.max_wall_s,
         f"rollout.top_k, top_p or min_p: {told}": truncates and not 0 < rollout.top_k <= MOST_TOP_K,
         "place.layout = 'colocated': it has a device of its own": place.layout == "colocated",
+        "several rollout.workers: one asks all addresses of rollout.command": rollout.workers > 1
+        and rollout.command.startswith("http"),
         "--config or --api-key in rollout.command: it gets a key of its own": rollout.engine == "sglang"
         and re.search("--config|api-key", rollout.command),
     }
@@ -488,10 +490,8 @@ def _of_places(config: Config) -> Iterator[str]:
         yield "reward.sandbox = true and reward.workers = 0: the training process itself cannot be put into a sandbox"
     if place.cluster == "local" and (workers > 1 or ranks > 1):
         which = f"rollout.workers = {workers}" if workers > 1 else f"learner.ranks = {ranks}"
-        yield (
-            f"{which} and place.cluster = 'local': one process holds one engine and one learner; "
-            "set place.cluster = 'ray'"
-        )
+        told = "one process holds one engine and one learner; set place.cluster = 'ray'"
+        yield f"{which} and place.cluster = 'local': {told}"
     if place.cluster == "ray" and place.layout == "colocated" and workers != ranks:
         yield (
             f"place.layout = 'colocated' with rollout.workers = {workers} and learner.ranks = {ranks}: "

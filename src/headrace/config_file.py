@@ -133,7 +133,9 @@ def values(config: Config) -> dict[str, str]:
 
 
 def gpus_of(section: RolloutSection) -> int:
-    """Of one engine: as many as the flags of its server's command say."""
+    """Of one engine: as many as the flags of its server's command say; none where that has addresses."""
+    if section.command.startswith("http"):
+        return 0
     return math.prod(map(int, re.findall(r"-(?:parallel-size|tp-size|pp-size|tp)[ =](\d+)", section.command)))
 
 

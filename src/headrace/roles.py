@@ -56,8 +56,8 @@ class Sampler(Protocol):
     async def tell_under_way(self) -> None:
         """The next `news` tells what unfinished answers have sampled, too."""
 
-    def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
-        """The likeliest next token and its log-prob, computed as for a request; None if no room."""
+    def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
+        """The likeliest next token and its log-prob, of each engine that has room, computed as for a request."""
 
     def release_cache(self) -> None:
         """Free the KV cache until the next decode step, for a learner on the same device."""

@@ -6,6 +6,8 @@ import http.client
 import itertools
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -25,6 +27,7 @@ from headrace.ledger.ledger import Ledger
 from headrace.place.rollout_worker import SERVERS
 from headrace.policy.policy import Policy
 from headrace.rollout.engine_server import ServerEngine
+from headrace.rollout.engine_vllm import CPU
 from headrace.rollout.rows import Generation, Request
 from headrace.runs.audit import audit
 from headrace.types import FinishReason, Sampling, Span
@@ -119,7 +122,7 @@ def logprobs(policy: Policy, generation: Generation, temperature: float = 0.7) -
 @torch.no_grad()
 def difference(engine: ServerEngine, policy: Policy) -> float:
     """Of the log-prob of a fixed prompt's next token."""
-    token, logprob = engine.greedy(PROMPT) or (0, 0.0)
+    ((token, logprob),) = engine.greedy(PROMPT)
     with policy.stock_attention():
         expected = policy.model(torch.tensor(PROMPT[None]).long()).logits[0, -1].log_softmax(-1)
     return abs(logprob - float(expected[token]))
@@ -221,7 +224,7 @@ def test_an_abort_ends_exactly_the_answers_it_names(engine: ServerEngine, endles
 
 def processes(engine: ServerEngine) -> list[psutil.Process]:
     """Of its server: the main one, then those with names of their own, as vLLM's engine and worker, then others."""
-    found = psutil.Process(group := engine._server._process.pid).children(recursive=True)
+    found = psutil.Process(group := engine._servers[0]._process.pid).children(recursive=True)
     assert {os.getpgid(process.pid) for process in found} == {group}
     return [psutil.Process(group), *sorted(found, key=lambda process: (":" not in process.name(), process.pid))]
 
@@ -358,9 +361,9 @@ def test_a_server_that_hangs_is_replaced(engine: ServerEngine, monkeypatch: pyte
 
 def test_no_other_user_can_ask_the_server(engine: ServerEngine, which: str):
     """A key is asked for, which stands in no list of processes; or a file of ours is the only way."""
-    launch = engine._server._launch
+    launch = engine._servers[0]._launch
     if isinstance(launch.address, str):
-        assert not engine._server.directory.stat().st_mode & 0o077
+        assert not engine._servers[0].directory.stat().st_mode & 0o077
         return
     key = launch.headers["Authorization"].split()[1]
     assert not [p for p in processes(engine) if key in " ".join(p.cmdline())]
@@ -392,3 +395,95 @@ def test_a_run_trains_with_it_and_its_books_balance(which: str, cluster: str, tm
     deadline = time.monotonic() + 20
     while set(Path("/dev/shm").glob("headrace-*")) - before:
         assert time.monotonic() < deadline
+
+
+AS_IN_THE_GUIDE = {
+    "vllm": "--model {model} --served-model-name policy --generation-config vllm --enable-scale-out "
+    "--logprobs-mode processed_logprobs --max-logprobs 256 --stream-interval 16 --port {port}",
+    "sglang": "--model-path {model} --stream-interval 16 --incremental-streaming-output --port {port}",
+}
+ON_A_CPU = {
+    "vllm": "--enforce-eager --no-enable-chunked-prefill --max-num-batched-tokens 8192 --max-model-len 512 "
+    "--dtype float32",
+    "sglang": "--device cpu --dtype float32 --context-length 520 --max-total-tokens 16384 --skip-server-warmup",
+}
+VARIABLES = {
+    "vllm": CPU | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    "sglang": {
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+    },
+}
+
+
+def start_as_its_user(which: str, model: Path, port: int) -> subprocess.Popen[bytes]:
+    words = f"{command(which)} {AS_IN_THE_GUIDE[which]} {ON_A_CPU[which]}".format(model=model, port=port).split()
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    with (model.parent / f"log-{port}").open("wb") as log:
+        told = {"stdout": log, "stderr": log, "start_new_session": True}
+        return subprocess.Popen(words, env=own | VARIABLES[which] | {"HF_HUB_OFFLINE": "1"}, **told)
+
+
+def await_answer(port: int, process: subprocess.Popen[bytes]) -> None:
+    while True:
+        assert process.poll() is None, "see its log"
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.5)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_servers_of_the_users_own_are_asked_together(
+    which: str, policy: Policy, weights: list[dict[str, torch.Tensor]], tmp_path: Path, endless: None
+):
+    """Versions are exact in all of them; the other goes on with the answers of one that is killed, until it is back."""
+    policy.save(tmp_path / "model")
+    ports = [free_port(), free_port()]
+    running = [start_as_its_user(which, tmp_path / "model", port) for port in ports]
+    try:
+        for port, process in zip(ports, running, strict=True):
+            await_answer(port, process)
+        addresses = ",".join(f"http://127.0.0.1:{port}" for port in ports)
+        given = section(which, command=addresses, on_update="recompute")
+        engine = SERVERS[which](policy, given, 512, time.monotonic, shared=str(tmp_path / "served"))
+        engine.submit(PROMPT, requests(16, max_new_tokens=480))
+        under_way(engine, 16, 1)
+        for version in range(1, 6):
+            set_weights(policy, weights[version % 3])
+            engine.weights_changed(version)
+            assert all(server.num_asked == 8 for server in engine._servers)
+        end(running[0])
+        found = finished(engine)
+        assert sorted(len(generation.token_ids) for generation in found) == [480] * 16
+        for generation in found:
+            check_spans(policy, weights, generation, generation.spans)
+        assert {span.version for generation in found for span in generation.spans} > {0, 5}
+        assert f"the server at http://127.0.0.1:{ports[0]} is left out" in engine.notes[0]
+        set_weights(policy, weights[6 % 3])
+        engine.weights_changed(6)
+        running[0] = start_as_its_user(which, tmp_path / "model", ports[0])
+        while len(engine._servers) < 2:
+            assert running[0].poll() is None
+            engine.advance()
+        both = engine.greedy(PROMPT)
+        assert len(both) == 2
+        assert abs(both[0][1] - both[1][1]) < 1e-5
+        engine.submit(PROMPT, requests(8))
+        for generation in finished(engine):
+            check_spans(policy, weights, generation, generation.spans)
+        engine.close()
+    finally:
+        for process in running:
+            end(process)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -15,13 +15,14 @@ import psutil
 import pytest
 
 from headrace.errors import ConfigError, ModelError
-from headrace.rollout.engine_server import Launch, Server, ServerLostError, refusal
+from headrace.rollout.engine_server import refusal
 from headrace.rollout.engine_sglang import SglangEngine
+from headrace.rollout.server import Launch, Server, ServerLostError
 from headrace.types import FinishReason, Sampling
 
 PROGRAM = """
 import time
-from headrace.rollout.engine_server import Launch, Server
+from headrace.rollout.server import Launch, Server
 server = Server("sh -c 'sleep 1000 & sleep 1000'", lambda directory: None, lambda directory: Launch())
 print(server._process.pid, server.directory, flush=True)
 time.sleep(1000)

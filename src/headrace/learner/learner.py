@@ -354,9 +354,6 @@ def _worked(example: Example) -> Item:
     return Item(trajectory=replace(unanswered, sampled=learned, spans=spans), advantage=0.0)
 
 
-# ---- the optimizer
-
-
 def learning_rate(section: LearnerSection, step: int, total_steps: int) -> float:
     """The rate of 0-based `step`: warm-up to `lr`, then constant or down to 0 at `total_steps`.
 
@@ -461,9 +458,6 @@ class Optimizer:
         self.adamw.step()
         self.loaded()
         return norm
-
-
-# ---- several ranks
 
 
 class Sharding:

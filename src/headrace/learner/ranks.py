@@ -103,8 +103,6 @@ class Ranks:
         (address,) = self.gather([self.first.ask(Trainer.address)])
         return self.gather([rank.ask(Trainer.meet, *address) for rank in self.ranks])[0]
 
-    # ---- steps
-
     def accumulate(self, items: Sequence[Item]) -> None:
         asked = zip(self.ranks, split(items, len(self.ranks)), strict=True)
         self.gather([rank.ask(Trainer.accumulate, part) for rank, part in asked])
@@ -127,8 +125,6 @@ class Ranks:
     def next_logprob(self, prompt: IntArray, token: int) -> float:
         return self.gather([rank.ask(Trainer.next_logprob, prompt, token) for rank in self.ranks])[0]
 
-    # ---- checkpoints
-
     def snapshot(self, *, reference: bool = False) -> Callable[[Path], None]:
         """Every rank copies what it holds. The result makes them write it, in any thread."""
         self.gather([rank.ask(Trainer.snapshot, reference=reference) for rank in self.ranks])
@@ -142,8 +138,6 @@ class Ranks:
 
     def save(self, directory: Path) -> None:
         self.gather([rank.ask(Trainer.save, directory.absolute()) for rank in self.ranks])
-
-    # ---- inside
 
     def gather(self, answers: Sequence[Reply[R]]) -> list[R]:
         """All results. A rank that is lost makes it a `LearnerLostError`."""

@@ -160,8 +160,6 @@ class Loop:
             if self.ending.orderly:
                 return
 
-    # ---- one step
-
     async def _accumulate(self) -> None:
         """Add up the gradient of one step, group by group while later ones are being generated."""
         stages = self.stages
@@ -270,8 +268,6 @@ class Loop:
             await self._deliver(self.version)
         return stats
 
-    # ---- checkpoints
-
     async def checkpoint(self) -> None:
         """Write a checkpoint while training goes on; skipped while an earlier one is written."""
         if self._writing is not None and not self._writing.done():
@@ -300,8 +296,6 @@ class Loop:
     async def _written(self) -> None:
         if self._writing is not None:
             await asyncio.wait([self._writing])
-
-    # ---- the end
 
     async def _end(self, *tasks: asyncio.Task[None]) -> None:
         """End all tasks; what is left behind depends on the `State` (see ending.py)."""

@@ -329,7 +329,7 @@ class Place:
 
     def _rollout_spec(self, name: str) -> RolloutSpec:
         return RolloutSpec(
-            config=self.config,
+            config=self.config.but(run={"dir": str(self.run_dir.absolute())}),
             name=name,
             epoch_s=time.time() - self.clock.now(),
             longest_prompt=max(len(p.token_ids) for p in self.prompts.held_out),

@@ -130,7 +130,7 @@ class RolloutWorker:
         self._asked_under_way = True
         self._news.set()
 
-    def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
+    def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
         return self.engine.greedy(prompt)
 
     def release_cache(self) -> None:
@@ -178,7 +178,8 @@ def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Calla
         most_tokens = needed = min(e.max_tokens or policy.max_context, policy.max_context)
     if r.engine != "embedded":
         on_gpu = resolve_device(spec.config.model.device).type == "cuda"
-        return SERVERS[r.engine](policy, r, min(most_tokens, policy.max_context), clock, on_gpu)
+        where = on_gpu, f"{spec.config.run.dir}/served"
+        return SERVERS[r.engine](policy, r, min(most_tokens, policy.max_context), clock, *where)
     if not r.kv_tokens:
         kv_tokens = min(kv_tokens, r.max_running * most_tokens)
     if kv_tokens < needed:

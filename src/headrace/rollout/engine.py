@@ -172,18 +172,18 @@ class Engine:
             torch.cuda.empty_cache()
 
     @torch.inference_mode()
-    def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
-        """Greedy next token and its log-prob, by the normal prefill; None if the cache is full."""
+    def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
+        """Greedy next token and its log-prob, by the normal prefill; none if the cache is full."""
         place = self._store.open(len(prompt), 1)
         if place is None:
-            return None
+            return []
         try:
             last_hidden, _ = self._store.prefill([Chunk(place, 0, len(prompt), prompt)])
         finally:
             self._store.close(place)
         logprobs = torch.log_softmax(self.policy.logits(last_hidden)[0].float(), -1)
         token = int(logprobs.argmax())
-        return token, float(logprobs[token])
+        return [(token, float(logprobs[token]))]
 
     def under_way(self) -> dict[str, Generation]:
         """What each running or preempted request has sampled so far, by id; its finish is ABORT."""
@@ -191,8 +191,6 @@ class Engine:
         running = [self._rows.park(row, now_s) for row in range(len(self._rows))]
         waiting = [group.parked for group in self._waiting if group.parked is not None]
         return {p.request.id: p.generation(FinishReason.ABORT, now_s) for p in (*running, *waiting)}
-
-    # ---- inside
 
     @cached_property
     def _store(self) -> "RowStore | PagedStore":

@@ -1,30 +1,23 @@
-"""A server of another engine in place of the embedded one: a process of our own, in its own environment.
+"""Servers of another engine in place of the embedded one: a process of our own, or those at addresses of the user's.
 
 Answers are streamed. The server says which version sampled which token when an answer ends. Until
 then the tokens are certain that came before the first update since the request was sent: those are
 kept where an answer is cut off, by a checkpoint or because the server was lost.
 """
 
-import http.client
 import itertools
 import json
-import os
 import queue
-import re
-import shlex
 import shutil
-import signal
-import socket
-import subprocess
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,14 +28,12 @@ from headrace.errors import ConfigError, ModelError, WorkerLostError
 from headrace.measured import EngineCounts
 from headrace.policy.policy import Policy
 from headrace.rollout.rows import Generation, Request, Rows, RowSequence, request_seed
+from headrace.rollout.server import LOOK_S, LOST, START_S, Launch, Server, ServerLostError, TheirServer
 from headrace.types import FinishReason, IntArray, RouteArray, Sampling, Trajectory
 
-START_S = 900.0
 HUNG_S = 300.0  # without a token, while answers are under way
-LOOK_S, END_S = 0.05, 3.0
+AGAIN_S = 1.0  # between questions to a server of the user's that does not answer
 MOST_LOSSES = 3  # of servers in a row that gave no answer
-# Runs beside the server, and away from this process: once that lets go of the pipe, however it ends, nothing is left.
-GUARD = 'exec 3<&0; (cat <&3; kill -s KILL -- "-$0"; rm -rf "$1") >/dev/null 2>&1 &'
 ALL = 2**62
 Clock = Callable[[], float]
 FINISH = {"length": FinishReason.LENGTH, "abort": FinishReason.ABORT, "stop": FinishReason.EOS}
@@ -56,122 +47,6 @@ def refusal(engine: str, sampling: Sampling) -> str:
     elif sampling.truncates and not 0 < sampling.top_k <= MOST_TOP_K:
         told = f" tells what top_p, min_p and top_k left only with a top_k up to {MOST_TOP_K}"
     return f"rollout.engine = '{engine}'{told}" if told and engine != "embedded" else ""
-
-
-class ServerLostError(Exception):
-    """The server ended, broke off, or refused what it must not refuse."""
-
-
-LOST = (OSError, http.client.HTTPException, ServerLostError, ValueError, LookupError, TypeError)  # or nonsense
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a server is started, reached, and asked for its release."""
-
-    words: Sequence[str] = ()  # after the user's command
-    env: dict[str, str] = field(default_factory=dict)
-    address: str | tuple[str, int] = ""  # of a unix socket, or host and port
-    headers: dict[str, str] = field(default_factory=dict)
-    release: str = "/version"  # where it tells its own
-    least: str = "0"  # release that tells the version of every token
-    greeting: tuple[str, Any] | None = None  # posted once it is up
-
-
-class Server:
-    """One server process group, perhaps in place of another. Its directory has the model that it loads, and its log."""
-
-    def __init__(
-        self, command: str, write: Callable[[Path], None], launch: Callable[[Path], Launch], again: bool = False
-    ) -> None:
-        shared = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self.directory = Path(tempfile.mkdtemp("-engine", "headrace-", shared))
-        self._log = self.directory / "log"
-        own = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}  # which are of ours
-        try:
-            write(self.directory)
-            self._launch = launch(self.directory)
-            with self._log.open("wb") as log:
-                self._process = subprocess.Popen(
-                    [*(shlex.split(command) or [""]), *self._launch.words],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=own | {"HF_HUB_OFFLINE": "1"} | self._launch.env,
-                    start_new_session=True,
-                )
-        except (OSError, ValueError) as error:
-            shutil.rmtree(self.directory)
-            raise ConfigError(f"rollout.command = '{command}' cannot be started: {error}") from error
-        theirs, self._alive = os.pipe()
-        guard = ["sh", "-c", GUARD, str(self._process.pid), str(self.directory)]
-        subprocess.run(guard, stdin=theirs, start_new_session=True, check=True)
-        os.close(theirs)
-        self.is_up, self._again, self._starting = False, again, threading.Lock()
-
-    def wait_ready(self) -> None:
-        """Raises if the server does not come up, or cannot be used."""
-        end_s = time.monotonic() + START_S
-        with self._starting:
-            while not self.is_up:
-                if self._process.poll() is not None or time.monotonic() > end_s:
-                    told = "the server of rollout.command did not come up; its last lines:"
-                    raise (ServerLostError if self._again else ConfigError)(f"{told}\n{self.last_lines()}")
-                time.sleep(LOOK_S)
-                with suppress(*LOST):
-                    self._greet()
-                    self.is_up = True
-
-    def _greet(self) -> None:
-        release, least = self._ask("GET", self._launch.release, timeout_s=5.0)["version"], self._launch.least
-        told, needed = ([int(n) for n in re.findall(r"\d+", one)[:3]] for one in (release, least))
-        if told < needed:
-            why = f"{release} does not tell what weights sampled a token; {least} does"
-            raise ConfigError(f"rollout.command starts a server of a release that is too old: {why}")
-        if self._launch.greeting:
-            self._ask("POST", *self._launch.greeting)
-
-    def last_lines(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
-
-    def post(self, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
-        self.wait_ready()
-        return self._ask("POST", path, body, timeout_s)
-
-    def stream(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
-        with self._send("POST", path, body, timeout_s=None) as response:
-            for line in response:
-                if line.startswith(b"data: {"):
-                    yield json.loads(line[6:])
-
-    def _ask(self, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
-        with self._send(method, path, body, timeout_s) as response:
-            return json.loads(response.read() or b"null")
-
-    @contextmanager
-    def _send(self, method: str, path: str, body: Any, timeout_s: float | None) -> Iterator[http.client.HTTPResponse]:
-        address = self._launch.address
-        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-        with closing(http.client.HTTPConnection("engine")) as connection, socket.socket(family) as at:
-            connection.sock = at
-            at.settimeout(timeout_s)
-            at.connect(address)
-            headers = {"Content-Type": "application/json", "Connection": "close", **self._launch.headers}
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                text = response.read(2000).decode(errors="replace")
-                told = f"the server answers {path} with {response.status}: {text}"
-                raise ModelError(told) if response.status == 400 else ServerLostError(told)
-            yield response
-
-    def close(self) -> None:
-        """End all its processes: they are one group. Asked first, the server leaves less shared memory behind."""
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(self._process.pid, sign)
-                self._process.wait(END_S)
-        os.close(self._alive)
 
 
 @dataclass(frozen=True)
@@ -190,6 +65,7 @@ class _Asked:
     """A request at the server. Its tokens count as those of `version`, until the server tells whose they are."""
 
     row: RowSequence
+    server: Server | None  # None: it waits for one
     sent: str = ""  # the id under which it was last sent
     known: int = 0  # tokens that it was sent with
     version: int = 0  # of the policy then
@@ -213,23 +89,33 @@ class ServerEngine:
     load: Callable[[Server], None]  # its directory again, while requests are under way
     end: Callable[[Server, Sequence[str]], None]  # these requests, and no other
 
-    def __init__(self, policy: Policy, section: RolloutSection, room: int, clock: Clock, on_gpu: bool = False) -> None:
+    def __init__(
+        self, policy: Policy, section: RolloutSection, room: int, clock: Clock, on_gpu: bool = False, shared: str = ""
+    ) -> None:
         if policy.routers.shape[0]:
             told = "does not tell a mixture's experts; take the embedded engine"
             raise ConfigError(f"rollout.engine = '{section.engine}' {told}")
         self.policy, self.section, self.version, self._clock = policy, section, 0, clock
         self.max_context, self.on_gpu = room, on_gpu
+        self._shared = shared  # the directory where servers of the user's find weights
         self.notes: list[str] = []  # for the user
         self.begun: deque[tuple[str, int]] = deque()  # requests with a first token, and its version
         self.sampled_tokens = self._computed = self._prompted = self._losses = 0
-        self._server = self._start_server()
-        self._threads = ThreadPoolExecutor(section.max_running, section.engine)
+        self._servers: list[Server] = []  # without those of the user's that do not answer
+        addresses = section.command.split(",") if section.command.startswith("http") else [""]
+        self._threads = ThreadPoolExecutor(section.max_running * len(addresses), section.engine)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._rows = Rows()
         self._ids = (f"{number};" for number in itertools.count())  # none begins another: SGLang aborts by beginnings
         self._asked: dict[str, _Asked] = {}  # by the request's id
         self._finished: list[Generation] = []
-        self._moved_s = time.monotonic()
+        self._closed, self._left_s = threading.Event(), 0.0  # when the last server was lost
+        for address in addresses:
+            try:
+                self._join(self._new_server(address))
+            except LOST as why:
+                told = f"the server at {address} cannot be used"
+                raise ConfigError(f"{told}, for weights in {self._shared}: {why}") from why
 
     def sampling_params(self, sampling: Sampling) -> dict[str, Any]:
         names = ("temperature", "top_k", "top_p", "min_p", "stop")
@@ -269,13 +155,16 @@ class ServerEngine:
         """Wait a moment for what the server says."""
         with suppress(queue.Empty):
             self._events.get(timeout=LOOK_S)()
-            self._moved_s = time.monotonic()
             for _ in range(self._events.qsize()):  # no more: new weights may be waiting
                 self._events.get_nowait()()
-        if not (self._asked and self._server.is_up):
-            self._moved_s = time.monotonic()
-        if time.monotonic() - self._moved_s > HUNG_S:
-            self._replace_server(f"there was no token for {HUNG_S:g} s")
+        now_s = time.monotonic()
+        for server in list(self._servers):
+            if not (server.num_asked and server.is_up):
+                server.heard_s = now_s
+            elif now_s - server.heard_s > HUNG_S:
+                self._replace_server(server, f"there was no token for {HUNG_S:g} s")
+        if not self._servers and now_s - self._left_s > START_S:
+            raise WorkerLostError(f"no server of rollout.command answered for {START_S:g} s")
         finished, self._finished = self._finished, []
         return finished
 
@@ -284,44 +173,75 @@ class ServerEngine:
         self.version = version
         for asked in self._asked.values():
             asked.certain = min(asked.certain, len(asked.row.sampled))
-        try:
-            self._server.wait_ready()  # it may still be reading the weights
-            self.write_weights(self._server.directory)
-            self.load(self._server)
-        except (*LOST, ModelError) as why:
-            self._replace_server(f"version {version} was not taken: {why}")
+        failed: dict[Server, Exception] = {}
+
+        def attempt(step: Callable[[Server], Any], server: Server) -> None:
+            try:
+                step(server)
+            except (*LOST, ModelError) as why:
+                failed.setdefault(server, why)
+
+        for server in self._servers:
+            attempt(methodcaller("wait_ready"), server)  # it may still be reading the weights
+        for server in {server.directory: server for server in self._servers}.values():
+            attempt(lambda one: self.write_weights(one.directory), server)
+        able = [server for server in self._servers if server not in failed]
+        with ThreadPoolExecutor(len(able) or 1) as pool:
+            list(pool.map(partial(attempt, self.load), able))
+        for server, why in failed.items():
+            self._replace_server(server, f"version {version} was not taken: {why}")
 
     def release_cache(self) -> None:
         """The server has a device of its own."""
 
-    def greedy(self, prompt: IntArray) -> tuple[int, float] | None:
-        sampling = Sampling(max_new_tokens=1, temperature=0.0)
-        body = self.body(next(self._ids), prompt, sampling, 1, 0)
-        try:
-            part = self.part(self._server.post(self.generate, body), False, 0)
-        except LOST as why:
-            self._replace_server(str(why))
-            part = self.part(self._server.post(self.generate, body), False, 0)
-        return part.tokens[0], part.logprobs[0]
+    def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
+        body = self.body(next(self._ids), prompt, Sampling(max_new_tokens=1, temperature=0.0), 1, 0)
+        found: dict[Server, Part] = {}
+        while waiting := [server for server in self._servers if server not in found]:
+            try:
+                found[waiting[0]] = self.part(waiting[0].post(self.generate, body), False, 0)
+            except LOST as why:
+                self._replace_server(waiting[0], str(why))
+        return [(part.tokens[0], part.logprobs[0]) for part in found.values()]
 
     def under_way(self) -> dict[str, Generation]:
         cuts = {id: asked.cut for id, asked in self._asked.items()}
         return {id: cut.generation(FinishReason.ABORT, self._clock()) for id, cut in cuts.items() if len(cut.sampled)}
 
     def close(self) -> None:
-        self._server.close()
+        self._closed.set()
+        for server in self._servers:
+            server.close()
+        if self._shared:
+            shutil.rmtree(self._shared, ignore_errors=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # ---- inside
-
-    def _start_server(self) -> Server:
+    def _new_server(self, address: str) -> Server:
+        if address:
+            return TheirServer(address, Path(self._shared), self.launch)
         command = self.section.command or COMMANDS[self.section.engine]
         return Server(command, self.write_weights, self.launch, self._losses > 0)
 
+    def _join(self, server: Server) -> None:
+        """One of the user's takes the present weights first, which one of ours reads when it starts."""
+        if server.address:
+            server.wait_ready()
+            if not self._servers:  # else they are written
+                self.write_weights(server.directory)
+            self.load(server)
+        self._servers.append(server)
+        for asked in [asked for asked in self._asked.values() if asked.server is None]:
+            self._ask(asked.row, asked.aborted)
+
     def _ask(self, row: RowSequence, aborted: bool = False) -> None:
-        asked = _Asked(row, next(self._ids), len(row.sampled), self.version, aborted=aborted)
+        server = min(self._servers, key=lambda server: server.num_asked, default=None)
+        asked = _Asked(row, server, next(self._ids), len(row.sampled), self.version, aborted=aborted)
         self._asked[row.request.id] = asked
-        self._threads.submit(self._follow, asked)
+        if server:
+            server.heard_s = server.heard_s if server.num_asked else time.monotonic()
+            server.num_asked += 1
+        if server or aborted:
+            self._threads.submit(self._follow, asked)
 
     def _follow(self, asked: _Asked) -> None:
         """In a thread: send a request, and pass on what comes."""
@@ -332,7 +252,8 @@ class ServerEngine:
             if asked.aborted:
                 self._events.put(partial(self._hear, asked, Part([], [], finish=FinishReason.ABORT)))
                 return
-            server = self._server
+            server = asked.server
+            assert server
             server.wait_ready()
             left, seed = sampling.max_new_tokens - asked.known, request_seed(request.seed, asked.known)
             body = self.body(asked.sent, asked.row.tokens, sampling, left, seed % 2**32)
@@ -355,6 +276,8 @@ class ServerEngine:
         request = asked.row.request
         if self._asked.get(request.id) is not asked:  # of a server that was replaced
             return
+        if asked.server:
+            asked.server.heard_s = time.monotonic()
         fresh = np.zeros(len(part.tokens), self._rows.dtype)
         fresh["token"], fresh["logprob"], fresh["version"] = part.tokens, part.logprobs, asked.version
         if len(fresh) and not len(asked.row.sampled):
@@ -371,6 +294,8 @@ class ServerEngine:
 
     def _end(self, asked: _Asked, finish: FinishReason, spans: Sequence[Mapping[str, Any]]) -> None:
         del self._asked[asked.row.request.id]
+        if asked.server:
+            asked.server.num_asked -= 1
         versions = asked.row.sampled["version"][asked.known :]
         for span in spans:
             versions[span["start"] : span["end"]] = int(span["version"])
@@ -382,30 +307,57 @@ class ServerEngine:
         self._finished.append(asked.row.generation(finish, self._clock()))
 
     def _abort(self, ids: set[str]) -> None:
-        ended = [self._asked[id] for id in ids & self._asked.keys()]
-        for asked in ended:
+        ended: dict[Server, list[str]] = {}
+        for asked in [self._asked[id] for id in ids & self._asked.keys()]:
             asked.aborted = True
-        if ended:
+            if asked.server:
+                ended.setdefault(asked.server, []).append(asked.sent)
+            else:
+                self._ask(asked.row, aborted=True)
+        for server, sent in ended.items():
             with suppress(*LOST):  # `_follow` finds that out
-                self.end(self._server, [asked.sent for asked in ended])
+                self.end(server, sent)
 
     def _fail(self, asked: _Asked, why: Exception) -> None:
         if self._asked.get(asked.row.request.id) is asked:
             if not isinstance(why, LOST):
                 raise why
-            self._replace_server(str(why) or type(why).__name__)
+            assert asked.server
+            self._replace_server(asked.server, str(why) or type(why).__name__)
 
-    def _replace_server(self, why: str) -> None:
-        """Start a new server, which goes on from the tokens whose version is certain."""
+    def _replace_server(self, server: Server, why: str) -> None:
+        """Another one, or the others, go on from the tokens whose version is certain."""
         self._losses += 1
-        last_lines = self._server.last_lines()
-        self._server.close()
+        last_lines = server.last_lines()
+        server.close()
+        self._servers.remove(server)
         if self._losses > MOST_LOSSES:
             raise WorkerLostError(
                 f"{self._losses} {self.name} servers were lost, one after the other: {why}\n{last_lines}"
             )
-        self.notes.append(f"a server of {self.name} was lost ({why}); another one goes on with its answers")
-        self._server = self._start_server()
-        for asked in list(self._asked.values()):
+        other = self._new_server(server.address)
+        if server.address:
+            self.notes.append(f"the server at {server.address} is left out until it can be used again ({why})")
+            self._left_s = time.monotonic()
+            threading.Thread(target=self._await, args=(other,), daemon=True).start()
+        else:
+            self.notes.append(f"a server of {self.name} was lost ({why}); another one goes on with its answers")
+            self._servers.append(other)
+        for asked in [asked for asked in self._asked.values() if asked.server is server]:
             self.sampled_tokens -= (len(asked.row.sampled) - len(asked.cut.sampled)) * asked.row.request.counted
             self._ask(asked.cut, asked.aborted)
+
+    def _await(self, server: Server) -> None:
+        """In a thread: until it answers."""
+        while not (server.is_up or self._closed.wait(AGAIN_S)):
+            with suppress(*LOST):
+                server.wait_ready()
+        self._events.put(partial(self._rejoin, server))
+
+    def _rejoin(self, server: Server) -> None:
+        try:
+            self._join(server)
+            self.notes.append(f"the server at {server.address} is used again")
+        except (*LOST, ModelError) as why:
+            self._servers.append(server)
+            self._replace_server(server, str(why))

@@ -8,7 +8,8 @@ from typing import Any
 
 from headrace.errors import ModelError
 from headrace.rollout.engine import kv_bytes_per_token
-from headrace.rollout.engine_server import FINISH, START_S, Launch, Part, Server, ServerEngine, ServerLostError
+from headrace.rollout.engine_server import FINISH, Part, ServerEngine
+from headrace.rollout.server import START_S, Launch, Server, ServerLostError
 from headrace.types import FinishReason, IntArray, Sampling
 
 HOST = "127.0.0.1"

@@ -9,7 +9,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from headrace.config import MOST_TOP_K
-from headrace.rollout.engine_server import FINISH, START_S, Launch, Part, Server, ServerEngine, ServerLostError
+from headrace.rollout.engine_server import FINISH, Part, ServerEngine
+from headrace.rollout.server import START_S, Launch, Server, ServerLostError
 from headrace.types import FinishReason, IntArray, Sampling
 
 LABEL, ABORT = "/update_weight_version", "/inference/v1/abort_requests"

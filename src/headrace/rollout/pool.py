@@ -65,8 +65,6 @@ class RolloutPool:
     def counts(self) -> EngineCounts:
         return sum((member.counts for member in self._members.values()), self._past)
 
-    # ---- workers come and go
-
     def join(self, worker: Worker[Sampler]) -> None:
         self._members[worker] = member = _Member(self._newest)
         member.following = asyncio.create_task(self._follow(worker, member))
@@ -127,8 +125,6 @@ class RolloutPool:
         for member in self._members.values():
             member.following.cancel()
 
-    # ---- called by the loop
-
     def start(self, order: Order) -> list[asyncio.Future[Trajectory]]:
         """Give a group to the worker with the fewest unfinished requests."""
         futures = [asyncio.get_running_loop().create_future() for _ in order.samplings]
@@ -179,18 +175,17 @@ class RolloutPool:
 
     def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
         """Greedy next token and its log-prob of every engine with the newest weights. Call it in the device thread."""
-        found, newest = [], [w for w, member in self._members.items() if member.version == self._newest]
+        found = list[tuple[int, float]]()
+        newest = [w for w, member in self._members.items() if member.version == self._newest]
         for reply in [worker.ask(Sampler.greedy, prompt) for worker in newest]:
             with suppress(WorkerLostError):
-                found.append(reply.result(ANSWER_S))
-        return [token for token in found if token is not None]
+                found += reply.result(ANSWER_S)
+        return found
 
     def release_cache(self) -> None:
         """Free every engine's KV cache until it decodes again. Call it in the device thread."""
         for reply in [worker.ask(Sampler.release_cache) for worker in self.workers]:
             reply.result(ANSWER_S)
-
-    # ---- inside
 
     def _give(self, order: Order) -> None:
         if not (staying := self.staying):
