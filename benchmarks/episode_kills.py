@@ -2,6 +2,7 @@
 
     python benchmarks/episode_kills.py                                    # everything, some fifteen minutes
     python benchmarks/episode_kills.py --kind command --max-lag 1 --kills 20 --seed 3
+    python benchmarks/episode_kills.py --ray --kills 4    # the driver is killed; its workers are those of Ray
 
 Each run is killed with SIGKILL up to three times, at instants between its start and its end, and resumed at once. It
 must come to its end; each time it died and at the end its books are audited. A witness outside of the books writes down
@@ -22,7 +23,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from headrace.runs.audit import audit, books
 from headrace.types import Order, Trajectory
 
 KINDS = ("environment", "function", "command")
+ON_RAY = ("place.cluster=ray", "rollout.workers=2")
 STEPS, GROUPS, SAMPLES, TURNS = 4, 3, 3, 3
 MOST_KILLS = 3  # of one run
 END_S = 10.0  # for what a dead process had started
@@ -86,7 +89,7 @@ if __name__ == "__main__":
 """
 
 
-def settings(directory: Path, name: str, kind: str, max_lag: int) -> list[str]:
+def settings(directory: Path, name: str, kind: str, max_lag: int, more: Sequence[str] = ()) -> list[str]:
     """Of a run in `name`; what it needs is made if it is not there."""
     code, prompts = directory / "user_code.py", directory / "prompts.jsonl"
     if not prompts.exists():
@@ -117,6 +120,7 @@ def settings(directory: Path, name: str, kind: str, max_lag: int) -> list[str]:
         f"loop.groups_per_step={GROUPS}",
         f"loop.max_lag={max_lag}",
         "recovery.every_steps=2",
+        *more,
     ]
 
 
@@ -294,15 +298,23 @@ def is_finished(run: Path) -> bool:
     return (run / SUMMARY).exists() and json.loads((run / SUMMARY).read_text())["finished"]
 
 
-def survive(words: list[str], run: Path, delays_s: list[float], tally: Tally) -> None:
-    """One run, killed after each of these many seconds of a life; the last one goes on to the end."""
+def survive(words: list[str], run: Path, delays_s: list[float], tally: Tally, of_turns: bool = False) -> float:
+    """One run, killed after each of these many seconds of a life; the last one goes on to the end.
+
+    With `of_turns` seconds count from a life's first turn: the workers of a cluster take long to start. Returns the
+    seconds of the last life.
+    """
     start = multiprocessing.get_context("forkserver").Process
     log, lefts, children = run.with_suffix(".log"), list[Left](), dict[int, str]()
     for life, delay_s in enumerate([*delays_s, 300.0]):
         witness = run.with_suffix(f".turns{life}")
         process = start(target=live, args=(words, run, log, witness), daemon=True)
         process.start()
+        while of_turns and process.exitcode is None and not (witness.exists() and witness.stat().st_size):
+            process.join(0.01)
+        began = time.perf_counter()
         process.join(delay_s)
+        lived_s = time.perf_counter() - began
         hit = process.exitcode is None
         if hit:
             assert life < len(delays_s), f"{run} did not end"
@@ -324,6 +336,7 @@ def survive(words: list[str], run: Path, delays_s: list[float], tally: Tally) ->
         tally.lost_tokens += sum(restart.lost_tokens for restart in ledger.restarts())
     tally.processes += len(children)
     tally.runs += 1
+    return lived_s
 
 
 def weights(run: Path) -> bytes:
@@ -336,6 +349,7 @@ def soak(
     max_lag: int,
     num_kills: int,
     seed: int,
+    more: Sequence[str] = (),
     say: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
     """Runs until there were so many kills."""
@@ -344,18 +358,33 @@ def soak(
     first = context.Process()  # what all of them import takes seconds, once
     first.start()
     first.join()
-    began = time.perf_counter()
-    survive(settings(directory, whole.name, kind, max_lag), whole, [], Tally())
-    whole_s = time.perf_counter() - began
+    whole_s = survive(settings(directory, whole.name, kind, max_lag, more), whole, [], Tally(), bool(more))
     while tally.kills < num_kills:
         run = directory / f"{name}-{tally.runs}"
         delays_s = [rng.uniform(0, whole_s) for _ in range(min(MOST_KILLS, num_kills - tally.kills))]
-        survive(settings(directory, run.name, kind, max_lag), run, delays_s, tally)
+        survive(settings(directory, run.name, kind, max_lag, more), run, delays_s, tally, bool(more))
         tally.same += weights(run) == weights(whole)
         say(tally)
     if kind == "environment" and max_lag == 0:
         assert tally.same == tally.runs
     return tally
+
+
+@contextmanager
+def cluster(wanted: bool) -> Iterator[Sequence[str]]:
+    """Settings of runs on a Ray cluster of this machine that outlives them; none if it is not `wanted`."""
+    if not wanted:
+        yield ()
+        return
+    import ray
+
+    own = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    told = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 200_000_000}
+    context = ray.init(address="local", num_cpus=1, runtime_env={"env_vars": own}, **told)
+    try:
+        yield (*ON_RAY, f"place.address={context.address_info['gcs_address']}")
+    finally:
+        ray.shutdown()
 
 
 def main() -> None:
@@ -364,18 +393,20 @@ def main() -> None:
     parser.add_argument("--max-lag", type=int, choices=(0, 1, 2))
     parser.add_argument("--kills", type=int, default=20, help="of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    parser.add_argument("--ray", action="store_true", help="engines and learner are workers of a Ray cluster")
     parser.add_argument("--keep", type=Path, help="keep the runs there")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     print("| run | `loop.max_lag` | kills | runs | same weights | turns kept | tokens lost | processes |", flush=True)
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, cluster(options.ray) as more:
         directory = options.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         for kind in [options.kind] if options.kind else KINDS:
             for max_lag in (0, 1) if options.max_lag is None else (options.max_lag,):
-                tally = soak(directory, kind, max_lag, options.kills, options.seed, lambda t: print(t, file=sys.stderr))
+                known = options.kills, options.seed, more
+                tally = soak(directory, kind, max_lag, *known, say=lambda t: print(t, file=sys.stderr))
                 print(f"| {kind} | {max_lag} | {tally} |", flush=True)
 
 
