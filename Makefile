@@ -25,7 +25,7 @@ else $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(1)]'; fi
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser bubblewrap train smollm2 test test-engines format bench-setup clean
+.PHONY: help setup browser bubblewrap train smollm2 test test-slow test-engines format bench-setup clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | while IFS="$$(printf '\t')" read -r name text; do \
@@ -83,6 +83,9 @@ test:  ## everything a change must pass
 	$(BIN)/ruff format --check
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line types tests
 
+test-slow: setup browser bubblewrap  ## the tests that take longest: kills, clusters, browsers, every architecture
+	$(BIN)/pytest -n 2 --dist loadfile -m slow
+
 # Each engine has an environment of its own: they want other versions of much that we use. Where one cannot be
 # installed, its tests are left out.
 test-engines: setup  ## tests with real servers of vLLM and SGLang on this CPU
@@ -116,7 +119,7 @@ types:
 	$(BIN)/lint-imports --no-logo
 
 tests:
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 format: setup  ## put the code into the agreed form
 	$(BIN)/ruff check --fix

@@ -144,6 +144,7 @@ def test_the_endpoint_benchmark_loses_nothing(benchmark: Callable[[str], Any]) -
     assert found["ratios"]
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_ranks_measures_what_they_hold(benchmark: Callable[[str], Any]) -> None:
     found = benchmark("ranks").main(["--tiny", "--ranks", "2"])
     assert 0 < found["ranks"][2]["load"] <= found["ranks"][2]["peak"]

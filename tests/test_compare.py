@@ -83,6 +83,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], st
     return directory / "runs", words, result.output
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_with_every_combination_and_compares(
     swept: tuple[Path, list[str], str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -163,6 +163,7 @@ def commands_in(path: Path, name: str) -> list[list[str]]:
     return [shlex.split(one.replace("recipes/", f"{path.parent}/")) for one in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PLANNED, ids=lambda path: path.stem)
 def test_a_recipe_for_a_cluster_is_the_plan_that_it_names(path: Path):
     ((*plan,), (*simulate,)) = (*commands_in(path, "plan"), *commands_in(path, "simulate"))

@@ -169,6 +169,7 @@ def text_of(page: Any) -> str:
     return str(page.inner_text("body"))
 
 
+@pytest.mark.slow
 def test_every_run_gets_an_answer_whatever_state_it_is_in(server: Server):
     for name, must_say in BROKEN.items():
         for view in VIEWS:
@@ -324,6 +325,7 @@ def nasty_run(runs: Path, name: str, real_run: Path) -> str:
     return answer.id
 
 
+@pytest.mark.slow
 def test_what_a_policy_writes_is_never_markup(browser: Any, server: Server, real_run: Path):
     tab, name = Tab(browser, server), "<img src=x onerror='document.title=2'>{{ 2 + 2 }}"
     id = nasty_run(real_run.parent, name, real_run)
@@ -495,6 +497,7 @@ def test_the_plan_follows_its_sliders(browser: Any, server: Server):
     tab.close()
 
 
+@pytest.mark.slow
 def test_the_plan_answers_what_is_typed_and_says_what_is_wrong_beside_it(browser: Any, server: Server):
     tab = Tab(browser, server)
     page = tab.open("/plan", "svg")

@@ -52,12 +52,14 @@ def test_a_killed_on_policy_run_ends_with_the_bits_of_an_unbroken_one(soak: Any,
     assert soak.weights(killed) == soak.weights(unbroken)
 
 
+@pytest.mark.slow
 def test_an_agent_survives_kills_at_any_instant(soak: Any, tmp_path: Path):
     tally = soak.Tally()
     soak.survive(soak.settings(tmp_path, "killed", "function", 1), tmp_path / "killed", INSTANTS_S, tally)
     assert tally.kills, "no kill hit a living process"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", ["Slow", "Kept"])
 def test_no_turn_that_was_kept_is_sampled_again(workshop: ChatWorkshop, environment: str):
     """Its tokens begin the episode that the restart finished, with the log-probs and versions they had."""

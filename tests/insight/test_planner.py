@@ -81,6 +81,7 @@ def test_a_plan_costs_what_its_devices_cost() -> None:
 SIZES = ("0.6B", "7B", "32B", "70B", "405B", "30B-A3B", "235B-A22B")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_the_settings_of_every_plan_are_accepted(size: str) -> None:
     num_plans = 0

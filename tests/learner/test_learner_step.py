@@ -218,6 +218,7 @@ def check(policy: Policy, groups: list[Group], section: LearnerSection) -> Outco
     return expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", ["none", "truncated", "masked"])
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("loss", sorted(LOSSES.keys() - {"tba"}))  # which needs a reference: test_tba.py

@@ -133,6 +133,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], LearnerSection, dict[str, Any]]] 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ranks_train_every_kind_of_model(saved: Callable[..., Path], variant: str):
     architecture, changes, section, kind = VARIANTS[variant]

@@ -27,6 +27,7 @@ def teacher(workshop: Workshop) -> Path:
     return api.export(workshop.directory / "teacher", workshop.directory / "taught-by")
 
 
+@pytest.mark.slow
 def test_a_policy_comes_near_its_teacher(workshop: Workshop, teacher: Path):
     settings = (*DISTILLING, f"learner.teacher={teacher}", "loop.steps=40")
     api.train(workshop.config("taught", *settings, reward="constant"))  # it learns from the teacher alone

@@ -71,6 +71,7 @@ def test_a_killed_on_policy_run_ends_with_the_bits_of_an_unbroken_one(workshop: 
         assert killed_bytes == unbroken_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["requeue", "resume", "drop"])
 def test_a_killed_asynchronous_run_accounts_for_every_prompt(workshop: Workshop, rule: str):
     names = [f"late-{rule}{i}" for i in range(2)]

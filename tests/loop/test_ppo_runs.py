@@ -23,6 +23,7 @@ def test_one_answer_per_prompt_is_enough_for_a_critic(workshop: Workshop):
     assert all(row.value_loss > 0 for row in rows_of(run))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [PPO, ("learner.epochs=2", "learner.minibatches=2")], ids=["critic", "updates"])
 def test_a_killed_run_ends_with_the_bits_of_an_unbroken_one(workshop: Workshop, settings: tuple[str, ...]):
     steps = ("loop.steps=8", "recovery.every_steps=3")

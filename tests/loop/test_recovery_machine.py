@@ -266,7 +266,7 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 Recovery.TestCase.settings = settings(
     max_examples=20, stateful_step_count=40, deadline=None, derandomize=True, phases=PHASES
 )
-TestRecovery = Recovery.TestCase
+TestRecovery = pytest.mark.slow(Recovery.TestCase)
 
 
 def steps_of(world: World) -> list[list[int]]:

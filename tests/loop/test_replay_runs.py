@@ -95,6 +95,7 @@ def test_other_books_are_found_out(run: Path, tmp_path: Path, damage: str, told:
     assert any(told in problem for problem in audit(copy)), audit(copy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [TBA, ("learner.epochs=2",)], ids=["tba", "updates"])
 def test_a_killed_run_ends_with_the_bits_of_an_unbroken_one(workshop: Workshop, settings: tuple[str, ...]):
     for run, unbroken in killed_runs(workshop, f"replay-{len(settings)}", (*REPLAY, *settings)):
@@ -129,6 +130,7 @@ def test_what_makes_no_sense_is_refused(words: list[str], told: str):
     assert told in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("journal", ["1000", "0"])
 def test_a_longer_memory_after_a_restart_finds_no_tokens_that_are_gone(workshop: Workshop, journal: str):
     name = f"replay-memory{journal}"
@@ -140,6 +142,7 @@ def test_a_longer_memory_after_a_restart_finds_no_tokens_that_are_gone(workshop:
     assert rows_of(run)[-1].again_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", ["[3,2]", "[0,4]"])
 def test_less_replay_after_a_restart_leaves_sound_books(workshop: Workshop, replay: str):
     name = f"replay-less{replay[1]}"

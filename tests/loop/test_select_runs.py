@@ -55,6 +55,7 @@ def test_the_draw_follows_the_outcomes_and_not_their_order(workshop: Workshop, u
     assert same_bits(weights(workshop.directory / "jittery"), weights(unbroken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kills_s"), [("k0", [0.3, 0.5]), ("k1", [0.8, 0.4]), ("k2", [1.2, 0.9, 0.6])])
 def test_a_killed_run_draws_the_same_prompts(workshop: Workshop, unbroken: Path, name: str, kills_s: list[float]):
     num_kills_that_hit(workshop, name, workshop.overrides(name, *SIGNAL), kills_s)
@@ -74,6 +75,7 @@ class Impatient(api.Watcher):
         os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_interrupted_after_every_step_it_draws_the_same_prompts(workshop: Workshop, unbroken: Path):
     run = workshop.directory / "steps"
     done = api.train(workshop.config("steps", *SIGNAL), Impatient())["finished"]
@@ -85,6 +87,7 @@ def test_interrupted_after_every_step_it_draws_the_same_prompts(workshop: Worksh
     assert same_bits(weights(run), weights(unbroken))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["requeue", "resume", "drop"])
 def test_ahead_of_the_learner(workshop: Workshop, rule: str):
     name = f"ahead-{rule}"

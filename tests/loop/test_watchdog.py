@@ -42,6 +42,7 @@ def never() -> Iterator[Callable[..., Any]]:
     over.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "method", "call", "stage"),
     [
@@ -177,6 +178,7 @@ print(*(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children
 """
 
 
+@pytest.mark.slow
 def test_the_process_ends_although_a_thread_hangs(workshop: Workshop):
     settings = workshop.overrides("unused", *SETTINGS, *IMPATIENT)
     done = subprocess.run(

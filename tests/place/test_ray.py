@@ -66,6 +66,7 @@ def test_only_a_cluster_with_devices_of_their_own_gets_more_workers(local_run: P
         scale(local_run, 3)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_elsewhere_in_turns_on_the_same_devices(workshop: Workshop, local_run: Path):
     """Begun in one process, it ends on a cluster, with two ranks that have its one checkpoint."""
     run_dir = begun_here(workshop, "moved", stop_at=1)
@@ -75,6 +76,7 @@ def test_a_run_goes_on_elsewhere_in_turns_on_the_same_devices(workshop: Workshop
     assert_same_result(run_dir, local_run, attempt=2)
 
 
+@pytest.mark.slow
 def test_without_a_rollout_worker_and_then_without_the_learner_the_run_goes_on(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ):
@@ -109,6 +111,7 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> ChatWorkshop:
     return ChatWorkshop(tmp_path_factory.mktemp("chats"))
 
 
+@pytest.mark.slow
 def test_an_environment_that_began_here_goes_on_with_engines_elsewhere(chats: ChatWorkshop):
     """It stays beside the loop; each of its turns is sampled by a rollout worker."""
 
@@ -124,6 +127,7 @@ def test_an_environment_that_began_here_goes_on_with_engines_elsewhere(chats: Ch
     assert_trained_on_turns(run_dir, 3)
 
 
+@pytest.mark.slow
 def test_an_agent_is_trained_in_turns_on_the_same_devices(chats: ChatWorkshop):
     (chats.directory / "agent.py").write_text(AGENT, encoding="utf-8")
     words = [word for word in chats.overrides("agent", "loop.steps=2") if not word.startswith("episode.")]

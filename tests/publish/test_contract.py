@@ -104,6 +104,7 @@ def receive(say: Callable[[Any], None], frame: Frame, ticket: Any) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause_s", [0.0, 0.02])
 def test_a_receiver_that_dies_costs_the_others_a_timeout_at_most(frame: Frame, pause_s: float) -> None:
     big = {"w": torch.randn(3_000_000).bfloat16()}
@@ -143,6 +144,7 @@ def send(say: Callable[[Any], None], frame: Frame) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause_s", [0.0, 0.02])
 def test_a_sender_that_dies_leaves_receivers_with_a_whole_version_or_the_old_one(frame: Frame, pause_s: float) -> None:
     child = frame.elsewhere(send)
@@ -235,6 +237,7 @@ def test_the_senders_kernel_counts_every_byte_once_however_many_receive(
     assert size <= sender.hear() < 1.01 * size
 
 
+@pytest.mark.slow
 def test_through_the_object_store_no_node_sends_a_byte_twice(ray_frame: Callable[[], Any]) -> None:
     frame = ray_frame()
     end, before = frame.sender(), frame.sent_bytes_by_node()

@@ -154,6 +154,7 @@ def assert_prefix(ours: Generation, whole: Generation) -> None:
         np.testing.assert_array_equal(ours.replay.routes[:known], whole.replay.routes[:known])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_without_updates_every_answer_is_that_of_an_undisturbed_engine(make_policy: Callable[..., Policy], seed: int):
     policy = make_policy("Qwen3Moe" if seed % 3 == 2 else "Qwen3")
@@ -165,6 +166,7 @@ def test_without_updates_every_answer_is_that_of_an_undisturbed_engine(make_poli
         assert_prefix(generation, whole[id])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10, 18))
 def test_with_updates_every_token_has_the_log_prob_of_its_version(make_policy: Callable[..., Policy], seed: int):
     policy = make_policy()

@@ -27,6 +27,7 @@ def test_a_hundred_thousand_tokens_without_a_bit_of_difference(make_policy: Call
         assert difference.max() == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("endless")
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize("architecture", ["Qwen3", "Mistral", "Qwen2", "Llama", "Qwen3Moe", "Mixtral"])

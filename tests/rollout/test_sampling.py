@@ -95,6 +95,7 @@ def assert_drawn_from(found: list[Generation], logits: Doubles, sampling: Sampli
 # ---- frequencies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sampling"), CASES.items(), ids=CASES.keys())
 def test_frequencies_are_the_distribution(sharp: Policy, name: str, sampling: Sampling):
     logits = next_logits(stock_model(sharp), PROMPT)[-1]

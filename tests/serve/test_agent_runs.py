@@ -173,6 +173,7 @@ def test_an_episode_that_takes_too_long_is_scored_by_the_reward_function(
     assert audit(workshop / "slow") == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_while_turns_are_sampled_and_goes_on_later(workshop: Path):
     more = ("rollout.max_new_tokens=200", "loop.steps=2")
     given = settings(workshop, "interrupted", f"{workshop / 'agent.py'}:run", ("fine",), *more)
@@ -241,6 +242,7 @@ async def test_what_a_command_leaves_behind_delays_nothing(leave: str, monkeypat
     assert found == {"agent": 0.25}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["function", "command"])
 def test_no_turn_of_a_killed_run_is_sampled_again(workshop: Path, kind: str):
     """The agent is run again, and gets the answers that were kept."""
