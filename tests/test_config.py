@@ -178,6 +178,12 @@ def test_what_a_server_cannot_do_is_refused(engine: str, override: str, expected
     load_config(None, [f"rollout.engine={engine}", "rollout.top_k=20", "rollout.top_p=0.9"])
 
 
+def test_a_command_or_an_address_without_its_engine_is_refused():
+    for command in ("http://a:8000", "python -m vllm.entrypoints.openai.api_server"):
+        with pytest.raises(ConfigError, match=r"which has no server: set rollout\.engine"):
+            load_config(None, [f"rollout.command={command}"])
+
+
 @pytest.mark.parametrize("flag", ["--config my.yaml", "--api-key=x", "--admin-api-key x"])
 def test_a_server_of_sglang_takes_no_key_of_the_user(flag: str):
     command = f"rollout.command=python -m sglang.launch_server {flag}"

@@ -456,10 +456,8 @@ def _of_generation(config: Config) -> Iterator[str]:
         )
     kv_needed = config.prompts.max_tokens + rollout.max_new_tokens
     if 0 < rollout.kv_tokens < kv_needed:
-        yield (
-            f"rollout.kv_tokens = {rollout.kv_tokens} does not hold one sequence: "
-            f"prompts.max_tokens + rollout.max_new_tokens = {kv_needed}"
-        )
+        told = f"prompts.max_tokens + rollout.max_new_tokens = {kv_needed}"
+        yield f"rollout.kv_tokens = {rollout.kv_tokens} does not hold one sequence: {told}"
 
 
 def _of_engines(config: Config) -> Iterator[str]:
@@ -480,6 +478,8 @@ def _of_engines(config: Config) -> Iterator[str]:
     }
     if rollout.engine != "embedded":
         yield from (f"rollout.engine = '{rollout.engine}' and {what}" for what, is_set in cannot.items() if is_set)
+    elif rollout.command:
+        yield "rollout.command and rollout.engine = 'embedded', which has no server: set rollout.engine"
 
 
 def _of_places(config: Config) -> Iterator[str]:
