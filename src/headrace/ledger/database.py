@@ -99,9 +99,15 @@ def rescue_database(connection: sqlite3.Connection, path: Path) -> RunError:
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
     """All or nothing. A full disk raises RunError, a broken rule of the books IntegrityError."""
-    with explained(path), connection:
+    with explained(path):
         connection.execute("BEGIN IMMEDIATE")
-        yield
+        try:
+            yield
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:  # on a full disk SQLite has rolled back by itself
+                connection.execute("ROLLBACK")
+            raise
 
 
 @contextlib.contextmanager
