@@ -40,7 +40,7 @@ from headrace.policy.policy import Policy
 from headrace.publish.collective import CollectiveSender
 from headrace.publish.disk import DiskSender
 from headrace.publish.encoding import Encoder, cast
-from headrace.publish.publisher import Publisher, with_receivers
+from headrace.publish.publisher import OPERATIONS, Publisher, with_receivers
 from headrace.roles import SendingEnd
 
 DTYPE = torch.bfloat16
@@ -216,7 +216,7 @@ def publish(
         "bytes": moved,
         "of_full": moved / found.full_bytes,
         "sender_sent_bytes": spread(sent),
-        "total_s": spread([times.total_s for times in measured]),
+        "total_s": spread([sum(getattr(times, f"{part}_s") for part in OPERATIONS) for times in measured]),
         "times": [asdict(times) for times in measured],
     }
 

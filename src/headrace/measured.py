@@ -123,10 +123,6 @@ class PublishTimes:
     transfer_bytes: int = 0
     apply_bytes: int = 0
 
-    @property
-    def total_s(self) -> float:
-        return self.gather_s + self.cast_s + self.encode_s + self.transfer_s + self.apply_s
-
 
 @dataclass(frozen=True, slots=True)
 class RowMetric:

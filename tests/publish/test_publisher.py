@@ -13,7 +13,7 @@ from torch import Tensor
 from headrace.measured import PublishTimes
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.publish.encoding import Encoder
-from headrace.publish.publisher import MAX_DELTAS, Publisher, Subscriber, with_receivers
+from headrace.publish.publisher import MAX_DELTAS, OPERATIONS, Publisher, Subscriber, with_receivers
 
 START = {name: tensor for name, tensor in weights().items() if tensor.dtype == torch.bfloat16}
 FULL_BYTES = 2 * sum(tensor.numel() for tensor in START.values())
@@ -21,6 +21,10 @@ FULL_BYTES = 2 * sum(tensor.numel() for tensor in START.values())
 
 def publisher_of(directory: Path, kind: str) -> Publisher:
     return Publisher(Encoder(kind), DiskSender(directory), torch.bfloat16)
+
+
+def total_s(times: PublishTimes) -> float:
+    return sum(getattr(times, f"{operation}_s") for operation in OPERATIONS)
 
 
 def test_what_is_kept_for_late_receivers_has_a_bound_and_brings_them_to_the_newest(tmp_path: Path) -> None:
@@ -67,8 +71,8 @@ def test_bytes_and_seconds_are_booked_by_operation(tmp_path: Path) -> None:
     times = with_receivers(publisher.times, [quick.times, slow])
     assert times.gather_s >= 0.01 * len(START)
     assert min(times.cast_s, times.encode_s) > 0.0
-    assert publisher.times.total_s <= wall_s  # nothing counts twice
+    assert total_s(publisher.times) <= wall_s  # nothing counts twice
     assert (times.transfer_s, times.apply_s) == (publisher.times.transfer_s + 5.0, 7.0)
-    assert times.total_s > 12.0
+    assert total_s(times) > 12.0
     assert times.gather_bytes == 2 * FULL_BYTES
     assert {times.cast_bytes, times.encode_bytes, times.transfer_bytes, times.apply_bytes} == {FULL_BYTES}
