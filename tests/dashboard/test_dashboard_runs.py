@@ -51,6 +51,7 @@ def test_only_runs_that_changed_are_read_again(runs: Path, monkeypatch: pytest.M
     assert len(site.facts()) == 4
 
 
+@pytest.mark.slow
 def test_the_small_curve_of_a_long_run_takes_a_few_rows_only(large_run: Path):
     found = read_run(large_run).rewards
     assert len(found) == MOST_REWARDS

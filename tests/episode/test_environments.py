@@ -165,6 +165,7 @@ async def test_who_ends_a_process_is_dropped_and_its_neighbours_go_on(tmp_path: 
     assert all(isinstance(error, EpisodeFailedError) and "exit code 3" in str(error) for error in found[::2])
 
 
+@pytest.mark.slow
 def test_a_slow_environment_is_the_bottleneck(workshop: ChatWorkshop):
     """Its seconds are no row's: what was simulated is as long as what was measured, and without it most of it goes."""
     summary = api.train(workshop.config("sleepy", "loop.steps=4", reward="Sleepy"))

@@ -38,6 +38,7 @@ def test_the_best_plan_comes_first_and_every_plan_fits() -> None:
         assert one.layout.placement is Placement.COLOCATED or used <= SEVEN.num_devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
 def test_a_plan_is_what_simulate_says_of_its_layout(max_lag: int) -> None:
     """The command, told what the plan chose. A step of many answers, so that the planner plays a part of it."""

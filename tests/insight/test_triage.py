@@ -142,6 +142,12 @@ def test_advice_that_is_followed_already_is_not_given(bottleneck: Bottleneck, se
     assert advice in told("place.cluster=ray", bottleneck=bottleneck)
 
 
+def test_what_a_server_refuses_is_not_advised() -> None:
+    assert "rollout.speculate" not in told("rollout.engine=vllm")
+    assert "rollout.on_wall" in told(bottleneck=Bottleneck.TAIL)
+    assert "rollout.on_wall" not in told("rollout.engine=vllm", bottleneck=Bottleneck.TAIL)
+
+
 def test_recomputed_activations_are_advised_against_only_where_they_are() -> None:
     off = "learner.checkpoint_activations=true"
     assert "learner.checkpoint_activations" in told(off, bottleneck=Bottleneck.LEARNER)

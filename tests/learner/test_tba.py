@@ -100,6 +100,7 @@ def test_a_step_is_that_of_the_formula(policy: Policy, budget: int, off_by: floa
     assert outcome.stats.clipped_share == 0
 
 
+@pytest.mark.slow
 def test_ranks_take_the_same_step(make_policy: Callable[..., Policy], tmp_path: Path):
     policy = make_policy("Qwen3")
     policy.model.save_pretrained(tmp_path)

@@ -46,6 +46,7 @@ def unbroken(workshop: Workshop) -> Path:
     return workshop.directory / "signal"
 
 
+@pytest.mark.slow
 def test_the_draw_follows_the_outcomes_and_not_their_order(workshop: Workshop, unbroken: Path):
     api.train(workshop.config("uniform", "loop.steps=8"))
     assert drawn(unbroken) != drawn(workshop.directory / "uniform")[: len(drawn(unbroken))]

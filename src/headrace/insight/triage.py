@@ -103,8 +103,8 @@ def has_full_engines(config: Config) -> bool:
 # Advice that names one of these is given only where it would change something.
 _USEFUL: dict[str, Callable[[Config], bool]] = {
     "rollout.max_running": has_full_engines,
-    "rollout.speculate": lambda config: config.rollout.speculate == 0,
-    "rollout.on_wall": lambda config: config.rollout.on_wall == "cut",
+    "rollout.speculate": lambda c: c.rollout.speculate == 0 and c.rollout.engine == "embedded",
+    "rollout.on_wall": lambda c: c.rollout.on_wall == "cut" and c.rollout.engine == "embedded",
     "loop.max_lag=1": lambda config: config.loop.max_lag < 1,
     "loop.max_lag=2": lambda config: config.loop.max_lag < 2,
     "learner.checkpoint_activations": lambda config: config.learner.checkpoint_activations,
