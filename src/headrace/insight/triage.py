@@ -142,21 +142,14 @@ _CHAINS: dict[Placement, tuple[tuple[str, ...], ...]] = {
 
 
 def exposed(times: StageTimes, placement: Placement) -> StageTimes:
-    """The seconds that each stage adds to the step; what hides behind other stages adds none.
+    """The seconds that each stage adds to the step; what hides behind the longest chain adds none.
 
-    colocated       τR + τV + τref + τT + τS
-    streamed        the same sum, if all groups end together; less, the more evenly they end
-    overlapped      max(τR + τV + τref, τT) + τS
-    asynchronous    max(τR, τV, τref + τT, τS)
-
-    With no lag allowed a strict max is impossible: no answer may be sampled before the last update,
-    and no update made before the last answer, so rollout and training of one step follow each
-    other. But a gradient is a sum over groups, and the learner may add up those of finished groups
-    while others are being generated; `simulate` says how much that saves. With one version of lag
-    the next step's answers need not wait for the update. `overlapped` is generation batch by batch
-    with the reference on its side, as in most systems. With more lag the slowest side sets the
-    pace; there the sides are those of this system, whose learner computes the reference's log-probs
-    and goes on while its weights travel.
+    With no lag allowed rollout and training of one step follow each other, wherever they are: no
+    answer may be sampled before the last update, and no update made before the last answer. But the
+    learner may add up the gradients of finished groups while others are being generated; `simulate`
+    says how much that saves. `overlapped` is generation batch by batch with the reference on its
+    side, as in most systems. With more lag the slowest side sets the pace, and the sides are those
+    of this system, whose learner goes on while its weights travel.
     """
     for stage in STAGES:
         seconds = getattr(times, stage)
