@@ -3,12 +3,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.errors import ConfigError
-from headrace.insight.triage import (
-    Placement,
-    dollars_per_million_tokens,
-    exposed,
-    step_s,
-)
+from headrace.insight.triage import Placement, exposed, step_s
 from headrace.measured import StageTimes
 
 SEVEN_B = StageTimes(rollout=30, reward=0, reference=3, train=8, publish=1)  # 16 samples of some 1,024 tokens, 8 GPUs
@@ -66,9 +61,3 @@ def test_the_stage_that_binds_is_the_one_that_adds_most(times: StageTimes, place
 def test_a_negative_stage_time_is_refused_by_its_symbol():
     with pytest.raises(ConfigError, match="τT is -8"):
         step_s(StageTimes(rollout=30, train=-8), Placement.COLOCATED)
-
-
-def test_cost_by_hand():
-    # 8 GPUs at 3 dollars make 24 dollars for 3,600 s * 24,576 tokens/s = 88.4736 million tokens
-    assert dollars_per_million_tokens(24_576, 24.0) == pytest.approx(24 / 88.4736)
-    assert dollars_per_million_tokens(0.0, 24.0) == float("inf")

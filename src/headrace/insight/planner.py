@@ -16,7 +16,7 @@ from headrace.insight.hardware import Accelerator, ModelShape
 from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, Transfer, WireFormat
 from headrace.insight.scenario import BLANK, speeds, with_speeds
 from headrace.insight.simulator import Simulated, simulate
-from headrace.insight.triage import BOTTLENECK_OF_STAGE, Bottleneck, Placement, dollars_per_million_tokens
+from headrace.insight.triage import BOTTLENECK_OF_STAGE, Bottleneck, Placement
 from headrace.insight.workload import LogNormal, Machine, Workload
 
 SPLITS = 24  # ways to share devices out that are looked at
@@ -308,7 +308,7 @@ class LayoutPlan:
         self.times, self.step_s = run.stage_s, run.step_s  # seconds of each stage in a step
         self.bottleneck = chosen.bottleneck(run)
         self.goodput = run.goodput * parts * question.useful  # trained tokens per second
-        self.dollars_per_million = dollars_per_million_tokens(self.goodput, per_hour)  # trained
+        self.dollars_per_million = per_hour / 3600.0 / self.goodput * 1e6  # trained tokens
         self.lag = run.lag_mean  # in versions
         self.num_running = chosen.num_running  # sequences at a time, per engine
         # of one device

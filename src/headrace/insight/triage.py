@@ -164,13 +164,6 @@ def step_s(times: StageTimes, placement: Placement) -> float:
     return float(sum(asdict(exposed(times, placement)).values()))
 
 
-def dollars_per_million_tokens(goodput_tokens_per_s: float, dollars_per_hour: float) -> float:
-    """What a million trained tokens cost where all devices together cost `dollars_per_hour`."""
-    if goodput_tokens_per_s == 0.0:
-        return math.inf
-    return dollars_per_hour / 3600.0 / goodput_tokens_per_s * 1e6
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     """Something to change, and what it would bring."""
