@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.errors import DataError, MissingExtraError
-from headrace.prompts.source import default_reward, open_source
+from headrace.prompts.source import open_source
 
 RECORDS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "note": "ä\u2028ö" * i} for i in range(5)]
 
@@ -267,8 +267,3 @@ def test_missing_library(tmp_path, monkeypatch, spec, library, extra, module):
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(MissingExtraError, match=rf"{library} is not installed.*pip install -e '\.\[{extra}\]'"):
         opened(spec)
-
-
-def test_default_reward():
-    assert default_reward("arithmetic") == "headrace.prompts.arithmetic:score"
-    assert default_reward("a.jsonl") == default_reward("folder") == "exact"

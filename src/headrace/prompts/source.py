@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from headrace.config_file import did_you_mean
 from headrace.errors import DataError
-from headrace.prompts import arithmetic
+from headrace.prompts.arithmetic import ArithmeticSource
 from headrace.roles import PromptSource
 from headrace.user_code import load_function, load_optional, names_file, short_traceback
 
@@ -35,7 +35,7 @@ def open_source(
 ) -> PromptSource:
     """The records that `spec` names; `count` and `seed` are for sources that make their prompts."""
     if spec == "arithmetic":
-        return arithmetic.ArithmeticSource(count=count, seed=seed)
+        return ArithmeticSource(count=count, seed=seed)
     if names_file(spec.rpartition(":")[0]):
         return _made_by(spec, setting, prompt_field, count=count, seed=seed)
     path = Path(spec).expanduser()
@@ -69,10 +69,6 @@ def _made_by(spec: str, setting: str, prompt_field: str, **given: int) -> Prompt
     if not records:
         raise DataError(f"{setting} = '{spec}' returned no records")
     return records
-
-
-def default_reward(spec: str) -> str:
-    return arithmetic.REWARD if spec == "arithmetic" else "exact"
 
 
 def prompt_key(names: Collection[str], prompt_field: str, where: str) -> str:

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from headrace.config import PromptsSection
 from headrace.errors import DataError
+from headrace.prompts.arithmetic import REWARD
 from headrace.prompts.select import Selection
-from headrace.prompts.source import default_reward, open_source, prompt_key
+from headrace.prompts.source import open_source, prompt_key
 from headrace.types import Known, Outcomes, Prompt
 from headrace.user_code import time_limit
 
@@ -115,7 +116,7 @@ class PromptStream:
         self._renderer = Renderer(tokenizer, section, room_tokens)
         name, field = section.source, section.prompt_field
         self._source = open_source(name, count=section.count, seed=seed, prompt_field=field)
-        self.default_reward = default_reward(name)
+        self.default_reward = REWARD if name == "arithmetic" else "exact"
         held, total = 0 if section.eval_source else section.eval_count, len(self._source)
         if total <= held:
             raise DataError(
