@@ -190,7 +190,8 @@ def test_the_others_go_on_without_one_that_is_lost_until_it_is_back(
     engine.weights_changed(1)
     back = stands(port=int(lost.address.rpartition(":")[2]), gate=gate)
     until(engine, lambda: any("is used again" in note for note in engine.notes))
-    assert (back.loaded, back.version, other.loaded[-1]) == ([3.5], "1", 3.5)
+    assert (back.loaded, other.loaded[-1]) == ([3.5], 3.5)
+    assert back.version == other.version == f"{engine.mark}1"
     gate.set()
     answers = finished(engine)
     assert sorted(answer.id for answer in answers) == ["r0", "r1", "r2", "r3"]
@@ -227,6 +228,69 @@ def test_answers_wait_while_there_is_no_server(
     engine.close()
 
 
+def test_weights_that_cannot_be_written_go_to_nobody(
+    policy: Policy, stands: Callable[..., Stand], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The servers are left out, and get them once there is room."""
+    both = [stands(), stands()]
+    engine = engine_at(policy, tmp_path / "served", *(stand.address for stand in both))
+    norm_of(policy, 5.5)
+
+    def full(directory: Path) -> None:
+        monkeypatch.undo()
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(engine, "write_weights", full)
+    engine.weights_changed(1)
+    assert [len(stand.loaded) for stand in both] == [1, 1]
+    assert all("version 1 was not taken: No space left" in note for note in engine.notes)
+    until(engine, lambda: len(engine._servers) == 2)
+    assert [stand.loaded[1:] for stand in both] == [[5.5], [5.5]]
+    engine.close()
+
+
+def test_tokens_of_other_weights_are_not_kept(policy: Policy, stands: Callable[..., Stand], tmp_path: Path):
+    """As where a server was started anew between two requests."""
+    stand = stands()
+    engine = engine_at(policy, tmp_path / "served", stand.address)
+    stand.version = "default"
+    stand.gate.set()
+    engine.submit(PROMPT, requests(3, most=30))
+    until(engine, lambda: engine.notes)
+    assert "it has weights that are not of this run" in engine.notes[0]
+    assert not engine.under_way()
+    before = engine.sampled_tokens
+    answers = finished(engine)
+    assert engine.sampled_tokens - before == 90
+    assert all(answer.token_ids.tolist() == list(range(1, 31)) for answer in answers)
+    assert len(stand.loaded) == 2
+    engine.close()
+
+
+def test_many_may_be_lost_at_once(policy: Policy, stands: Callable[..., Stand], tmp_path: Path):
+    gate = threading.Event()
+    several = [stands(gate=gate) for _ in range(6)]
+    engine = engine_at(policy, tmp_path / "served", *(stand.address for stand in several))
+    engine.submit(PROMPT, requests(12, most=5))
+    until(engine, lambda: sum(stand.asked for stand in several) == 12)
+    for stand in several[:5]:
+        stand.stop()
+    until(engine, lambda: several[5].asked == 12)
+    gate.set()
+    assert len(finished(engine)) == 12
+    engine.close()
+
+
+def test_what_is_asked_ends_with_the_engine(policy: Policy, stands: Callable[..., Stand], tmp_path: Path):
+    """Else its threads would keep the process alive."""
+    stand = stands()
+    engine = engine_at(policy, tmp_path / "served", stand.address)
+    engine.submit(PROMPT, requests(3, most=5))
+    until(engine, lambda: stand.asked == 3)
+    engine.close()
+    engine._threads.shutdown(wait=True)
+
+
 @pytest.mark.parametrize(
     ("address", "why"),
     [
@@ -244,6 +308,8 @@ def test_a_key_may_stand_in_the_address(policy: Policy, stands: Callable[..., St
     stand = stands()
     engine_at(policy, tmp_path / "served", stand.address.replace("//", "//:secret@")).close()
     assert stand.keys == {"Bearer secret"}
+    with pytest.raises(ConfigError, match=r"the server at http://127\.0\.0\.1:9 cannot be used"):
+        engine_at(policy, tmp_path / "served", "http://:secret@127.0.0.1:9")
 
 
 def test_an_old_release_is_told(policy: Policy, stands: Callable[..., Stand], tmp_path: Path):

@@ -23,13 +23,14 @@ WEIGHTS, BEST, START, CHECKPOINTS, REFERENCE = "model", "best", "start", "checkp
 WANTED_WORKERS = "rollout_workers"  # the number that `scale` asked for
 PLOT = "reward.svg"
 STACKS = "stacks.txt"  # of a hung run
+SERVED = "served"  # weights for servers of the user's
 REPLACED = "replaced"
 MOVING = "replaced.moving"  # its name while not all is in it
 # all that a run leaves behind, besides its lock
 PARTS = (
     *DATABASE,
     *(SETTINGS, SUMMARY, WANTED_WORKERS, STACKS, "rows.jsonl", "samples.jsonl", PLOT),
-    *(WEIGHTS, BEST, START, CHECKPOINTS, REFERENCE, "tensorboard", "wandb"),
+    *(WEIGHTS, BEST, START, CHECKPOINTS, REFERENCE, SERVED, "tensorboard", "wandb"),
 )
 
 

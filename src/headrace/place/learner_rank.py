@@ -80,8 +80,6 @@ class LearnerRank:
     async def alive(self) -> bool:
         return True
 
-    # ---- before the first step
-
     def address(self) -> tuple[str, int]:
         if self._config.learner.ranks == 1:
             return "", 0  # nobody to meet: no port is opened
@@ -113,8 +111,6 @@ class LearnerRank:
             self._warming = WarmStart(self.policy, self._config.warmstart, self._sharding)
         return [self._warming.step(batch) for batch in examples]
 
-    # ---- steps
-
     def accumulate(self, items: Sequence[Item]) -> None:
         self.learner.accumulate(items)
 
@@ -133,8 +129,6 @@ class LearnerRank:
         tokens = torch.from_numpy(np.append(prompt, token).astype(np.int64)).to(device)
         last = torch.tensor([len(prompt)], device=device)
         return float(self.policy.logprobs(tokens, PackedPlan([len(tokens)], device), last, 1.0)[0])
-
-    # ---- checkpoints
 
     def snapshot(self, *, reference: bool = False) -> None:
         self._copies = copies(self._tensors(reference))
@@ -166,8 +160,6 @@ class LearnerRank:
         weights = {name: tensor.cpu() for name, tensor in whole if self._rank == 0}
         if self._rank == 0:
             self.policy.save(directory, weights)
-
-    # ---- new weights
 
     def offer(self, version: int, nodes: Sequence[str]) -> Ticket | None:
         if self._sending is None:

@@ -7,6 +7,7 @@ copy of the weights. On Ray this process holds no weights. A lost rollout worker
 
 import asyncio
 import itertools
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,7 +26,7 @@ from headrace.episode.played import Player
 from headrace.episode.session import Desk, Episodes
 from headrace.errors import ChatError, ConfigError, DataError, RunError
 from headrace.learner.ranks import Ranks
-from headrace.ledger.files import REFERENCE, START, undo_start
+from headrace.ledger.files import REFERENCE, SERVED, START, undo_start
 from headrace.ledger.ledger import Ledger
 from headrace.loop.books import Bookkeeper
 from headrace.loop.checkpoint import Checkpoints
@@ -291,6 +292,7 @@ class Place:
         if self._player is not None:
             await self._player.close()
         self.cluster.close()
+        shutil.rmtree(self.run_dir / SERVED, ignore_errors=True)  # if a worker was killed
         self.device.close(wait=not hung)
         if self.ledger is not None:
             self.ledger.close()
@@ -301,8 +303,6 @@ class Place:
         if self.ranks.keeps_reference:
             write = self.device.call(lambda: self.ranks.snapshot(reference=True))
             Checkpoints(self.run_dir, 1, REFERENCE).write(0, write, {})
-
-    # ---- workers
 
     def _spawn_rank(self, rank: int) -> Worker[LearnerRank]:
         name = f"{'worker' if self._colocated else 'learner'}-{rank}"
@@ -336,8 +336,6 @@ class Place:
             receiving=self._receiving,
             clock=self.clock if self._receiving is None else None,
         )
-
-    # ---- what pool and scorer report
 
     @property
     def _books(self) -> Ledger:

@@ -80,8 +80,6 @@ class RolloutWorker:
         self._fetching = DeviceThread()  # for weights: one version at a time
         self._running: asyncio.Task[None] | None = None
 
-    # ---- generation
-
     async def take(self, orders: Sequence[Order]) -> None:
         if self._running is None:
             self._running = asyncio.create_task(self.actor.run())
@@ -150,8 +148,6 @@ class RolloutWorker:
         self._begun += begun
         self._finished += finished
         self._news.set()
-
-    # ---- weights
 
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
         await self._fetching.run(partial(self._subscriber.stage, ticket, timeout_s))

@@ -8,6 +8,7 @@ kept where an answer is cut off, by a checkpoint or because the server was lost.
 import itertools
 import json
 import queue
+import secrets
 import shutil
 import threading
 import time
@@ -17,22 +18,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from headrace.config import COMMANDS, MOST_TOP_K, RolloutSection
-from headrace.errors import ConfigError, ModelError, WorkerLostError
+from headrace.errors import ConfigError, HeadraceError, ModelError, WorkerLostError
 from headrace.measured import EngineCounts
 from headrace.policy.policy import Policy
 from headrace.rollout.rows import Generation, Request, Rows, RowSequence, request_seed
-from headrace.rollout.server import LOOK_S, LOST, START_S, Launch, Server, ServerLostError, TheirServer
+from headrace.rollout.server import LOOK_S, LOST, START_S, Launch, Server, ServerLostError, TheirServer, shown
 from headrace.types import FinishReason, IntArray, RouteArray, Sampling, Trajectory
 
 HUNG_S = 300.0  # without a token, while answers are under way
-AGAIN_S = 1.0  # between questions to a server of the user's that does not answer
+AGAIN_S = 2.0  # between questions to a server of the user's that does not answer
 MOST_LOSSES = 3  # of servers in a row that gave no answer
 ALL = 2**62
 Clock = Callable[[], float]
@@ -47,6 +47,10 @@ def refusal(engine: str, sampling: Sampling) -> str:
     elif sampling.truncates and not 0 < sampling.top_k <= MOST_TOP_K:
         told = f" tells what top_p, min_p and top_k left only with a top_k up to {MOST_TOP_K}"
     return f"rollout.engine = '{engine}'{told}" if told and engine != "embedded" else ""
+
+
+class OtherWeightsError(ServerLostError):
+    """Somebody else has loaded some into the server, or it was started anew."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,10 @@ class ServerEngine:
         self.begun: deque[tuple[str, int]] = deque()  # requests with a first token, and its version
         self.sampled_tokens = self._computed = self._prompted = self._losses = 0
         self._servers: list[Server] = []  # without those of the user's that do not answer
-        addresses = section.command.split(",") if section.command.startswith("http") else [""]
+        addresses = [""]
+        if section.command.startswith("http"):
+            addresses = list(dict.fromkeys(filter(None, section.command.split(","))))
+        self.mark = f"{secrets.token_hex(4)}-"  # of our versions: nobody else's weights go by it
         self._threads = ThreadPoolExecutor(section.max_running * len(addresses), section.engine)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._rows = Rows()
@@ -114,7 +121,7 @@ class ServerEngine:
             try:
                 self._join(self._new_server(address))
             except LOST as why:
-                told = f"the server at {address} cannot be used"
+                told = f"the server at {shown(address)} cannot be used"
                 raise ConfigError(f"{told}, for weights in {self._shared}: {why}") from why
 
     def sampling_params(self, sampling: Sampling) -> dict[str, Any]:
@@ -175,19 +182,20 @@ class ServerEngine:
             asked.certain = min(asked.certain, len(asked.row.sampled))
         failed: dict[Server, Exception] = {}
 
-        def attempt(step: Callable[[Server], Any], server: Server) -> None:
+        def attempt(step: Callable[[], Any], *servers: Server) -> None:
             try:
-                step(server)
+                step()
             except (*LOST, ModelError) as why:
-                failed.setdefault(server, why)
+                failed.update(dict.fromkeys(servers, why))
 
         for server in self._servers:
-            attempt(methodcaller("wait_ready"), server)  # it may still be reading the weights
-        for server in {server.directory: server for server in self._servers}.values():
-            attempt(lambda one: self.write_weights(one.directory), server)
+            attempt(server.wait_ready, server)  # it may still be reading the weights
+        for directory in {server.directory for server in self._servers}:
+            readers = [server for server in self._servers if server.directory == directory]
+            attempt(partial(self.write_weights, directory), *readers)
         able = [server for server in self._servers if server not in failed]
         with ThreadPoolExecutor(len(able) or 1) as pool:
-            list(pool.map(partial(attempt, self.load), able))
+            list(pool.map(lambda server: attempt(partial(self.load, server), server), able))
         for server, why in failed.items():
             self._replace_server(server, f"version {version} was not taken: {why}")
 
@@ -261,6 +269,8 @@ class ServerEngine:
             for answer in server.stream(self.generate, body | {"stream": True}):
                 part = self.part(answer, sampling.truncates, so_far)
                 so_far += len(part.tokens)
+                if any(not str(span["version"]).startswith(self.mark) for span in part.spans):
+                    raise OtherWeightsError("it has weights that are not of this run")
                 if part.finish is FinishReason.ABORT and not asked.aborted:
                     raise ServerLostError(f"it ended an answer itself: {json.dumps(answer)[:500]}")
                 self._events.put(partial(self._hear, asked, part))
@@ -298,7 +308,7 @@ class ServerEngine:
             asked.server.num_asked -= 1
         versions = asked.row.sampled["version"][asked.known :]
         for span in spans:
-            versions[span["start"] : span["end"]] = int(span["version"])
+            versions[span["start"] : span["end"]] = int(span["version"].removeprefix(self.mark))
         if sum(span["end"] - span["start"] for span in spans) != len(versions):
             told = f"{self.name} sampled {len(versions)} tokens and tells the versions of others"
             raise ModelError(f"{told}: {spans}")
@@ -323,11 +333,14 @@ class ServerEngine:
             if not isinstance(why, LOST):
                 raise why
             assert asked.server
+            for other in self._asked.values() if isinstance(why, OtherWeightsError) else ():
+                if other.server is asked.server:
+                    other.certain = other.known
             self._replace_server(asked.server, str(why) or type(why).__name__)
 
     def _replace_server(self, server: Server, why: str) -> None:
         """Another one, or the others, go on from the tokens whose version is certain."""
-        self._losses += 1
+        self._losses += not server.address
         last_lines = server.last_lines()
         server.close()
         self._servers.remove(server)
@@ -335,29 +348,29 @@ class ServerEngine:
             raise WorkerLostError(
                 f"{self._losses} {self.name} servers were lost, one after the other: {why}\n{last_lines}"
             )
-        other = self._new_server(server.address)
         if server.address:
-            self.notes.append(f"the server at {server.address} is left out until it can be used again ({why})")
+            self.notes.append(f"the server at {shown(server.address)} is left out until it can be used again ({why})")
             self._left_s = time.monotonic()
-            threading.Thread(target=self._await, args=(other,), daemon=True).start()
+            threading.Thread(target=self._await, args=(server.address,), daemon=True).start()
         else:
             self.notes.append(f"a server of {self.name} was lost ({why}); another one goes on with its answers")
-            self._servers.append(other)
+            self._servers.append(self._new_server(""))
         for asked in [asked for asked in self._asked.values() if asked.server is server]:
             self.sampled_tokens -= (len(asked.row.sampled) - len(asked.cut.sampled)) * asked.row.request.counted
             self._ask(asked.cut, asked.aborted)
 
-    def _await(self, server: Server) -> None:
-        """In a thread: until it answers."""
-        while not (server.is_up or self._closed.wait(AGAIN_S)):
-            with suppress(*LOST):
+    def _await(self, address: str) -> None:
+        """In a thread: until the server answers."""
+        server = self._new_server(address)
+        while not self._closed.wait(AGAIN_S):
+            with suppress(*LOST, HeadraceError):
                 server.wait_ready()
-        self._events.put(partial(self._rejoin, server))
+                self._events.put(partial(self._rejoin, server))
+                return
 
     def _rejoin(self, server: Server) -> None:
         try:
             self._join(server)
-            self.notes.append(f"the server at {server.address} is used again")
-        except (*LOST, ModelError) as why:
-            self._servers.append(server)
-            self._replace_server(server, str(why))
+            self.notes.append(f"the server at {shown(server.address)} is used again")
+        except (*LOST, ModelError):
+            threading.Thread(target=self._await, args=(server.address,), daemon=True).start()

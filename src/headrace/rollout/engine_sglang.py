@@ -32,7 +32,7 @@ class SglangEngine(ServerEngine):
             f"--config {settings} --model-path {directory} --served-model-name policy --host {HOST} --port {port} "
             f"--dtype {str(self.policy.dtype).removeprefix('torch.')} --context-length {context} "
             f"--max-running-requests {running} --stream-interval 16 --incremental-streaming-output "
-            f"--weight-version {self.version} --skip-server-warmup --log-level warning"
+            f"--weight-version {self.mark}{self.version} --skip-server-warmup --log-level warning"
         )
         env = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         if self.section.on_update == "keep":  # else a token under way counts as the next version's
@@ -75,9 +75,9 @@ class SglangEngine(ServerEngine):
 
     def load(self, server: Server) -> None:
         keeps = self.section.on_update == "keep"  # the cache
-        update = {"model_path": str(server.directory), "weight_version": str(self.version), "flush_cache": not keeps}
+        update = {"model_path": str(server.directory), "weight_version": f"{self.mark}{self.version}"}
         server.post("/pause_generation", {"mode": "in_place" if keeps else "retract"})
-        server.post("/update_weights_from_disk", update, timeout_s=START_S)
+        server.post("/update_weights_from_disk", update | {"flush_cache": not keeps}, timeout_s=START_S)
         server.post("/continue_generation", {})
 
     def end(self, server: Server, ids: Sequence[str]) -> None:

@@ -35,7 +35,7 @@ class VllmEngine(ServerEngine):
         if not self.on_gpu:  # there it fails where a request with a seed is prefilled in chunks
             flags += f" --enforce-eager --no-enable-chunked-prefill --max-num-batched-tokens {max(8192, context)}"
             env |= CPU | {name: value for name, value in os.environ.items() if name in CPU}
-        greeting = (LABEL, {"new_version": str(self.version)})
+        greeting = (LABEL, {"new_version": f"{self.mark}{self.version}"})
         return Launch(flags.split(), env, path, least="0.32", greeting=greeting)
 
     def write_weights(self, directory: Path) -> None:
@@ -72,7 +72,7 @@ class VllmEngine(ServerEngine):
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(server.directory)}}
         server.post(f"/pause?mode=keep&clear_cache={clears}")
         server.post("/collective_rpc", reload, timeout_s=START_S)
-        server.post(LABEL, {"new_version": str(self.version)})
+        server.post(LABEL, {"new_version": f"{self.mark}{self.version}"})
         server.post("/resume")
 
     def end(self, server: Server, ids: Sequence[str]) -> None:

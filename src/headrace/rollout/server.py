@@ -17,7 +17,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+from weakref import WeakSet
 
 from headrace.errors import ConfigError, ModelError
 
@@ -79,7 +80,7 @@ class Server:
         guard = ["sh", "-c", GUARD, str(self._process.pid), str(self.directory)]
         subprocess.run(guard, stdin=theirs, start_new_session=True, check=True)
         os.close(theirs)
-        self._again, self._starting = again, threading.Lock()
+        self._again, self._starting, self._open = again, threading.Lock(), WeakSet[socket.socket]()
 
     def wait_ready(self) -> None:
         """Raises if the server does not come up, or cannot be used."""
@@ -126,6 +127,7 @@ class Server:
         family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
         with closing(http.client.HTTPConnection("engine")) as connection, socket.socket(family) as at:
             connection.sock = at
+            self._open.add(at)
             at.settimeout(timeout_s)
             at.connect(address)
             headers = {"Content-Type": "application/json", "Connection": "close", **self._launch.headers}
@@ -146,6 +148,11 @@ class Server:
         os.close(self._alive)
 
 
+def shown(address: str) -> str:
+    """Without its key."""
+    return re.sub("//.*@", "//", address)
+
+
 class TheirServer(Server):
     """One that the user has started, at `http://host:port`, perhaps with `:key@` before the host."""
 
@@ -153,17 +160,24 @@ class TheirServer(Server):
         url = urlsplit(address)
         if url.scheme != "http":
             raise ValueError("the address has to begin with http://")
-        headers = {"Authorization": f"Bearer {url.password}"} if url.password else {}
+        headers = {"Authorization": f"Bearer {unquote(url.password)}"} if url.password else {}
         directory.mkdir(parents=True, exist_ok=True)
         self._launch = replace(launch(directory), address=(url.hostname or "", url.port or 80), headers=headers)
-        self.address, self.directory = address, directory
+        self.address, self.directory, self._open = address, directory, WeakSet[socket.socket]()
+        self._closed = False
 
     def wait_ready(self) -> None:
+        if self._closed:
+            raise ServerLostError("it was left out")
         if not self.is_up:
             self.greet()
 
     def last_lines(self) -> str:
-        return f"it is the server at {self.address}"
+        return f"it is the server at {shown(self.address)}"
 
     def close(self) -> None:
-        self.is_up = False
+        """It goes on; what it is asked for ends, as its connection does."""
+        self._closed = True
+        for connection in list(self._open):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
