@@ -22,6 +22,7 @@ from headrace import api
 from headrace.cli import app
 from headrace.errors import ConfigError, HeadraceError, ModelError, RewardError, RunError, StalledError
 from headrace.ledger import files
+from headrace.ledger.database import claimed
 from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import changes
@@ -256,6 +257,15 @@ def test_resume_and_eval_work_from_any_directory(workshop: Workshop, tmp_path: P
     headrace.resume("../run", overrides=["loop.steps=2"])
     assert len(rows_of(tmp_path / "run")) == 2
     assert headrace.evaluate_run("../run") is not None
+
+
+def test_servers_that_a_run_trains_with_are_not_asked_by_somebody_else(run: Path):
+    at = ["rollout.engine=vllm", "rollout.command=http://127.0.0.1:9"]
+    with claimed(run), pytest.raises(RunError, match=r"is training with the servers of its rollout\.command; wait"):
+        headrace.evaluate_run(run, at)
+    with pytest.raises(ConfigError, match=r"rollout\.command: the server at http://127\.0\.0\.1:9 cannot be used"):
+        headrace.evaluate_run(run, at)
+    assert not (run / "served").exists()
 
 
 def test_a_run_is_evaluated_on_other_prompts_with_other_settings(run: Path, tmp_path: Path):

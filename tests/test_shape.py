@@ -22,25 +22,25 @@ MAX_README_LINES = 150
 MAX_FRONT_DOORS = 9
 MAX_WALKED_FILES = 30
 MAX_LONG_LINES = 0.05
-MAX_CORE_LINES, MAX_LENS_LINES = 21_218, 6_782  # together 28,000
+MAX_CORE_LINES, MAX_LENS_LINES = 21_217, 6_783  # together 28,000
 LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms, the core, wrote
 # Lines of each room.
 ROOMS = {
-    "(files)": 3_066,
+    "(files)": 3_069,
     "buffer": 349,
     "episode": 1_301,
     "kernels": 1_124,
     "learner": 1_454,
     "ledger": 1_352,
     "loop": 1_542,
-    "place": 1_555,
+    "place": 1_556,
     "policy": 2_175,
     "prompts": 686,
     "publish": 893,
     "reward": 1_575,
-    "rollout": 2_843,
+    "rollout": 2_838,
     "serve": 1_303,
-    "cli": 1_171,
+    "cli": 1_172,
     "dashboard": 1_795,
     "insight": 2_801,
     "runs": 1_015,

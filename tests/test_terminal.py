@@ -162,6 +162,15 @@ def test_summary_tells_the_whole_story():
     assert "headrace export runs/x OUT" in out
 
 
+@pytest.mark.parametrize(("after", "is_told"), [(0.836, True), (None, True), (0.0, True), (0.9, False), (0.95, False)])
+def test_the_best_score_is_told_if_the_last_is_not_it(after: float | None, is_told: bool):
+    shown, text = terminal()
+    show_a_run(shown)
+    before = len(text())
+    shown.summary(SUMMARY | {"best_score": 0.9, "best_step": 31, "score_after": after})
+    assert ("held-out score 0.900 at step 31" in text()[before:]) is is_told
+
+
 def test_summary_of_a_run_that_did_nothing():
     shown, text = terminal()
     nothing = SUMMARY | {

@@ -198,6 +198,9 @@ def _with_engines(
 ) -> Result:
     """Do `work` with a run's weights and settings, in this process."""
     config = rooted(files.run_config(run_dir, overrides))
+    if config.rollout.addresses and files.is_claimed(run_dir):
+        told = f"{run_dir} is training with the servers of its rollout.command"
+        raise RunError(f"{told}; wait for its end, or set rollout.engine=embedded rollout.command=")
     config = config.but(
         model={"path": str(weights_dir(run_dir, best=best)), "tokenizer": ""},
         buffer={"filters": ()},  # their files may be gone, and nothing is trained on

@@ -115,7 +115,8 @@ class RolloutSection(SettingsSection):
         "embedded", "what samples: the engine in here, or a server of vLLM or SGLang"
     )
     command: Name = setting(
-        "", "starts a server of vLLM or SGLang, flags are added; or addresses of yours: http://a:8000,http://b:8000"
+        "",
+        "starts a server of it, flags are added; empty is `python -m ...`; or addresses: http://a:8000,http://b:8000",
     )
     samples: PositiveInt = setting(8, "trajectories per prompt", most=10_000)
     max_new_tokens: PositiveInt = setting(64, "an answer is cut here")
@@ -141,6 +142,12 @@ class RolloutSection(SettingsSection):
         "cut", "at max_wall_s: end the answer, or lay it aside while others wait and go on later"
     )
 
+    @property
+    def addresses(self) -> list[str]:
+        """Of servers that the user operates."""
+        named = self.command.split(",") if re.match("https?://", self.command) else ()
+        return list(dict.fromkeys(filter(None, named)))
+
 
 class RewardSection(SettingsSection):
     """Scoring."""
@@ -149,9 +156,7 @@ class RewardSection(SettingsSection):
     answer_field: str = setting("answer", "field with the expected answer (exact, regex, math)")
     pattern: str = setting("", "regular expression; its last match, or its group, is the answer")
     workers: NonNegativeInt = setting(
-        1,
-        "processes that score; 0 scores in this process, for functions that are fast and trusted",
-        most=MOST_PROCESSES,
+        1, "processes that score; 0 scores in this process: for functions to trust", most=MOST_PROCESSES
     )
     timeout_s: Timeout = setting(10.0, "seconds for a verdict; a slower one is a drop, not a zero")
     retries: NonNegativeInt = setting(1, "more tries after crash, timeout, disconnect", most=1000)
@@ -433,10 +438,8 @@ def _of_generation(config: Config) -> Iterator[str]:
     yield from _of_algorithms(config)
     source, rollout, loop = config.prompts.source, config.rollout, config.loop
     if config.model.path in DEMOS and source != "arithmetic" and not config.warmstart.steps:
-        yield (
-            f"prompts.source = '{source}' and model.path = '{config.model.path}': that model is random and cannot "
-            "answer your prompts; name a model of your own, model.path=DIRECTORY"
-        )
+        told = "that model is random and cannot answer your prompts; name a model of your own, model.path=DIRECTORY"
+        yield f"prompts.source = '{source}' and model.path = '{config.model.path}': {told}"
     if config.reward.overlong_tokens > rollout.max_new_tokens:
         yield "reward.overlong_tokens is larger than rollout.max_new_tokens"
     if "" in rollout.stop:
@@ -446,7 +449,7 @@ def _of_generation(config: Config) -> Iterator[str]:
     if loop.keep_best and not loop.eval_every:
         yield "loop.keep_best needs evaluations during training: set loop.eval_every"
     if rollout.on_wall == "park" and not rollout.max_wall_s:
-        yield ("rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside")
+        yield "rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside"
     num_trajectories = int(rollout.samples * loop.groups_per_step * (loop.max_lag + 1))
     if num_trajectories > MOST_TRAJECTORIES:
         yield (
@@ -471,8 +474,7 @@ def _of_engines(config: Config) -> Iterator[str]:
         f"rollout.max_wall_s = {rollout.max_wall_s}: it cannot lay answers aside": rollout.max_wall_s,
         f"rollout.top_k, top_p or min_p: {told}": truncates and not 0 < rollout.top_k <= MOST_TOP_K,
         "place.layout = 'colocated': it has a device of its own": place.layout == "colocated",
-        "several rollout.workers: one asks all addresses of rollout.command": rollout.workers > 1
-        and rollout.command.startswith("http"),
+        "several rollout.workers: one asks all addresses of rollout.command": rollout.workers > 1 and rollout.addresses,
         "--config or --api-key in rollout.command: it gets a key of its own": rollout.engine == "sglang"
         and re.search("--config|api-key", rollout.command),
     }
@@ -493,7 +495,5 @@ def _of_places(config: Config) -> Iterator[str]:
         told = "one process holds one engine and one learner; set place.cluster = 'ray'"
         yield f"{which} and place.cluster = 'local': {told}"
     if place.cluster == "ray" and place.layout == "colocated" and workers != ranks:
-        yield (
-            f"place.layout = 'colocated' with rollout.workers = {workers} and learner.ranks = {ranks}: "
-            "each process is both in turns, so there must be as many of one as of the other"
-        )
+        told = f"rollout.workers = {workers} and learner.ranks = {ranks}: each process is both in turns"
+        yield f"place.layout = 'colocated' with {told}, so there must be as many of one as of the other"

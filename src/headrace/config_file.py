@@ -134,7 +134,7 @@ def values(config: Config) -> dict[str, str]:
 
 def gpus_of(section: RolloutSection) -> int:
     """Of one engine: as many as the flags of its server's command say; none where that has addresses."""
-    if section.command.startswith("http"):
+    if section.addresses:
         return 0
     return math.prod(map(int, re.findall(r"-(?:parallel-size|tp-size|pp-size|tp)[ =](\d+)", section.command)))
 
@@ -184,7 +184,7 @@ def _renew(given: dict[str, Given]) -> None:
         given["prompts.select"] = "uniform" if shuffled[0] else "in-order", shuffled[1]
     defaults = {"no_signal": (True, ""), "overlong": (False, "")}
     drops = {name: given.pop(f"buffer.drop_{name}", default) for name, default in defaults.items()}
-    if where := max(place for _, place in drops.values()):
+    if where := next((place for _, place in drops.values() if place), ""):
         given["buffer.drop"] = ",".join(k for k, on in drops.items() if on[0]) or "nothing", where
     for key in GONE:
         given.pop(key, None)

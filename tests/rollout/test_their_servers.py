@@ -300,7 +300,8 @@ def test_what_is_asked_ends_with_the_engine(policy: Policy, stands: Callable[...
     ],
 )
 def test_an_address_that_cannot_be_used_is_told(policy: Policy, tmp_path: Path, address: str, why: str):
-    with pytest.raises(ConfigError, match=rf"the server at {address} cannot be used, for weights in .*served: .*{why}"):
+    told = rf"rollout\.command: the server at {address} cannot be used, for weights in .*served: .*{why}"
+    with pytest.raises(ConfigError, match=told):
         engine_at(policy, tmp_path / "served", address)
 
 

@@ -217,8 +217,9 @@ class LiveDisplay(Watcher):
             "took": duration(float(summary["wall_s"])),
             "kept in": run_dir,
         }
-        if summary.get("best_step") and summary["best_score"] > (summary.get("score_after") or -1e9):
-            facts["best"] = f"held-out score {summary['best_score']:.3f} at step {summary['best_step']}"
+        best, after = summary.get("best_score"), summary.get("score_after")
+        if best is not None and (after is None or best > after):
+            facts["best"] = f"held-out score {best:.3f} at step {summary['best_step']}"
         self.paper.section("run")
         self.paper.facts(facts.items())
         if summary.get("reward_failure"):

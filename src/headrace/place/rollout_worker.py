@@ -13,6 +13,7 @@ from functools import partial
 
 from headrace.config import Config
 from headrace.errors import ConfigError
+from headrace.ledger.files import SERVED
 from headrace.measured import PublishTimes, StageClock
 from headrace.place.device import CACHE, GIB, DeviceThread, memory_for, room
 from headrace.place.learner_rank import LearnerRank, policy_of
@@ -174,7 +175,7 @@ def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Calla
         most_tokens = needed = min(e.max_tokens or policy.max_context, policy.max_context)
     if r.engine != "embedded":
         on_gpu = resolve_device(spec.config.model.device).type == "cuda"
-        where = on_gpu, f"{spec.config.run.dir}/served"
+        where = on_gpu, f"{spec.config.run.dir}/{SERVED}"
         return SERVERS[r.engine](policy, r, min(most_tokens, policy.max_context), clock, *where)
     if not r.kv_tokens:
         kv_tokens = min(kv_tokens, r.max_running * most_tokens)

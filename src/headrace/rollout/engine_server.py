@@ -106,9 +106,7 @@ class ServerEngine:
         self.begun: deque[tuple[str, int]] = deque()  # requests with a first token, and its version
         self.sampled_tokens = self._computed = self._prompted = self._losses = 0
         self._servers: list[Server] = []  # without those of the user's that do not answer
-        addresses = [""]
-        if section.command.startswith("http"):
-            addresses = list(dict.fromkeys(filter(None, section.command.split(","))))
+        addresses = section.addresses or [""]
         self.mark = f"{secrets.token_hex(4)}-"  # of our versions: nobody else's weights go by it
         self._threads = ThreadPoolExecutor(section.max_running * len(addresses), section.engine)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -120,8 +118,11 @@ class ServerEngine:
         for address in addresses:
             try:
                 self._join(self._new_server(address))
-            except LOST as why:
-                told = f"the server at {shown(address)} cannot be used"
+            except Exception as why:
+                self.close()
+                if not isinstance(why, LOST):
+                    raise
+                told = f"rollout.command: the server at {shown(address)} cannot be used"
                 raise ConfigError(f"{told}, for weights in {self._shared}: {why}") from why
 
     def sampling_params(self, sampling: Sampling) -> dict[str, Any]:
@@ -220,8 +221,7 @@ class ServerEngine:
         self._closed.set()
         for server in self._servers:
             server.close()
-        if self._shared:
-            shutil.rmtree(self._shared, ignore_errors=True)
+        shutil.rmtree(self._shared, ignore_errors=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _new_server(self, address: str) -> Server:
@@ -345,9 +345,8 @@ class ServerEngine:
         server.close()
         self._servers.remove(server)
         if self._losses > MOST_LOSSES:
-            raise WorkerLostError(
-                f"{self._losses} {self.name} servers were lost, one after the other: {why}\n{last_lines}"
-            )
+            told = f"{self._losses} {self.name} servers were lost, one after the other"
+            raise WorkerLostError(f"{told}: {why}\n{last_lines}")
         if server.address:
             self.notes.append(f"the server at {shown(server.address)} is left out until it can be used again ({why})")
             self._left_s = time.monotonic()
