@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from headrace.insight.hardware import find_device, model_shape
-from headrace.insight.roofline import Roofline, SyncTimes, Transfer, WireFormat
+from headrace.insight.roofline import Roofline, SyncTimes, Transfer
 
 H100, H200 = find_device("H100"), find_device("H200")
 GIB = 2**30
@@ -72,10 +72,10 @@ LARGE = Roofline(model_shape("70B"), H100)
     [
         ("70B", Transfer(), 140),  # 2 bytes a weight
         ("405B", Transfer(), 810),
-        ("70B", Transfer(encoding=WireFormat.DELTA, changed_share=0.02), 2.94),  # 1.4e9 weights of 2.1 bytes
+        ("70B", Transfer(encoding="delta", changed_share=0.02), 2.94),  # 1.4e9 weights of 2.1 bytes
         # 80 layers, rank 16, 2 bytes: inputs and outputs of queries and output 2 * (8,192 + 8,192), of keys and values
         # 2 * (8,192 + 1,024), together 51,200
-        ("70B", Transfer(encoding=WireFormat.ADAPTER, adapter_rank=16), 80 * 16 * 2 * 51_200 / 1e9),
+        ("70B", Transfer(encoding="adapter", adapter_rank=16), 80 * 16 * 2 * 51_200 / 1e9),
     ],
 )
 def test_bytes_of_one_copy_by_hand(size: str, transfer: Transfer, gigabytes: float):
@@ -108,7 +108,7 @@ def test_gather_by_hand():
 def test_cast_by_hand():
     assert LARGE.sync_times(Transfer(num_learners=8)).cast_s == 0.0
     # a delta reads old and new weights and writes 2.94 GB
-    delta = Transfer(num_learners=8, encoding=WireFormat.DELTA)
+    delta = Transfer(num_learners=8, encoding="delta")
     assert LARGE.sync_times(delta).cast_s == pytest.approx(282.94 / 8 / 3350)
 
 

@@ -10,7 +10,7 @@ from headrace.config_file import gpus_of, load_config
 from headrace.errors import ConfigError
 from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.planner import PLAYED_ANSWERS, Question, plan, search
-from headrace.insight.roofline import USABLE_SHARE, WireFormat
+from headrace.insight.roofline import USABLE_SHARE
 from headrace.insight.scenario import Layout, Typed, scenario, worked_out
 from headrace.insight.simulator import simulate
 from headrace.insight.triage import ADVICE, FRAMEWORKS, Bottleneck, Placement, others_that_fit
@@ -44,7 +44,7 @@ def test_a_plan_is_what_simulate_says_of_its_layout(max_lag: int) -> None:
     """The command, told what the plan chose. A step of many answers, so that the planner plays a part of it."""
     question = replace(SEVEN, num_prompts=128, max_lag=max_lag)
     assert question.num_answers > PLAYED_ANSWERS
-    chosen = next(one for one in plan(question) if one.transfer is None or one.transfer.encoding is WireFormat.FULL)
+    chosen = next(one for one in plan(question) if one.transfer is None or one.transfer.encoding == "full")
     colocated = chosen.layout.placement is Placement.COLOCATED
     layout = Layout(
         gpus=8,
@@ -150,7 +150,7 @@ def test_answers_that_no_engine_can_hold_are_refused_as_such() -> None:
 def test_an_adapter_fits_where_training_everything_does_not() -> None:
     adapted = plan(replace(SEVEN, model=model_shape("70B"), adapter=True))[0]
     assert adapted.learner_bill.training_bytes == 0
-    assert adapted.transfer is None or adapted.transfer.encoding is WireFormat.ADAPTER
+    assert adapted.transfer is None or adapted.transfer.encoding == "adapter"
 
 
 def test_the_fewest_devices_for_a_goodput_are_found() -> None:

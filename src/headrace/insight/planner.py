@@ -13,7 +13,7 @@ from functools import cached_property
 from headrace.config import COMMANDS
 from headrace.errors import ConfigError
 from headrace.insight.hardware import Accelerator, ModelShape
-from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, Transfer, WireFormat
+from headrace.insight.roofline import USABLE_SHARE, MemoryBill, Roofline, Transfer
 from headrace.insight.scenario import BLANK, speeds, with_speeds
 from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.triage import BOTTLENECK_OF_STAGE, Bottleneck, Placement
@@ -179,7 +179,7 @@ class _Candidate:
             found.append(f"rollout.max_new_tokens={question.lengths.cap:.0f}")
         if question.adapter:
             found.append("learner.lora_rank=16")
-        if self.transfer is not None and self.transfer.encoding is not WireFormat.FULL:
+        if self.transfer is not None and self.transfer.encoding != "full":
             found.append(f"publish.encoding={self.transfer.encoding}")
         found += ["learner.checkpoint_activations=true"] * self.recomputes
         return found if self.is_built else []
@@ -209,10 +209,10 @@ class _Candidate:
         engines, learners = split.num_engines, split.learner_devices
         full = self.roofline.full_transfer(question.num_devices, engines, learners, split.tensor_parallel)
         if question.adapter:
-            return replace(full, encoding=WireFormat.ADAPTER)
+            return replace(full, encoding="adapter")
         training_s = self.roofline.train_s(question.num_answers * tokens, tokens)
         too_slow = self.roofline.sync_times(full).total_s * learners > SYNC_TO_MIND * training_s
-        return replace(full, encoding=WireFormat.DELTA) if too_slow else full
+        return replace(full, encoding="delta") if too_slow else full
 
     @cached_property
     def machine(self) -> Machine:
@@ -337,7 +337,7 @@ def _risks(question: Question, made: LayoutPlan) -> Iterator[str]:
         yield f"the longest of {samples} answers is {tail:.1f} times the mean, and everybody waits for it"
     if question.reward_s > 0.2 * made.step_s:
         yield f"verdicts of {question.reward_s:g} s are a large part of a step of {made.step_s:.1f} s"
-    if made.transfer is not None and made.transfer.encoding is WireFormat.DELTA:
+    if made.transfer is not None and made.transfer.encoding == "delta":
         yield "publishing counts on few weights changing in bfloat16, as they do at small learning rates"
     if made.recomputes:
         yield "activations are recomputed to fit into memory: a third more work for the learner"

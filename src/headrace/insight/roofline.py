@@ -22,9 +22,8 @@ sends once, and engines pass buckets on.
 
 import math
 from dataclasses import astuple, dataclass
-from enum import StrEnum
 from operator import add
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass as checked
@@ -64,14 +63,6 @@ class MemoryBill:
         return self.total_bytes <= USABLE_SHARE * device.memory_bytes
 
 
-class WireFormat(StrEnum):
-    """What is sent of the weights."""
-
-    FULL = "full"
-    DELTA = "delta"  # those that changed, each with its place
-    ADAPTER = "adapter"  # low-rank matrices beside them
-
-
 @checked(frozen=True, slots=True, kw_only=True)
 class Transfer:
     """How weights travel."""
@@ -80,7 +71,8 @@ class Transfer:
     num_learners: PositiveInt = 1  # devices that hold a part each
     num_senders: PositiveInt = 1  # of these, those that send, each its part of every copy
     tensor_parallel: PositiveInt = 1  # devices of an engine
-    encoding: WireFormat = WireFormat.FULL
+    # as publish.encoding: all weights, those that changed with their places, or low-rank matrices
+    encoding: Literal["full", "delta", "adapter"] = "full"
     changed_share: Annotated[float, Field(ge=0, le=1)] = CHANGED_SHARE  # with delta
     adapter_rank: PositiveInt = 16  # with adapter, on the attention's four matrices
     bucket_bytes: PositiveFloat | None = None  # None: everything at once
@@ -184,9 +176,9 @@ class Roofline:
 
     def payload_bytes(self, transfer: Transfer) -> float:
         model = self.model
-        if transfer.encoding is WireFormat.FULL:
+        if transfer.encoding == "full":
             return self.weight_bytes
-        if transfer.encoding is WireFormat.DELTA:
+        if transfer.encoding == "delta":
             return CHANGED_BYTES * transfer.changed_share * model.num_params
         query_and_output = 2 * (model.hidden_size + model.attention_size)
         size = query_and_output + 2 * model.hidden_size + model.kv_size  # with key and value
@@ -198,7 +190,7 @@ class Roofline:
         link, memory = self.device.link_bytes_per_s, self.device.memory_bytes_per_s
         part = payload / min(transfer.num_senders, learners)  # that each sender sends of each copy
         bucket = min(part, transfer.bucket_bytes or part)
-        is_delta = transfer.encoding is WireFormat.DELTA
+        is_delta = transfer.encoding == "delta"
         cast = 2 * self.weight_bytes + payload if is_delta else 0.0  # the new ones beside the old
         # A relay passes a bucket on while the next arrives, so further copies cost a bucket each.
         sent = part + (transfer.num_copies - 1) * (bucket if transfer.relay else part)
