@@ -83,20 +83,18 @@ class Occupancy:
         def busy_s(of: BoolArray, at_once: int = 1) -> float:
             return tables.covered_s((starts_s[of], ends_s[of]), at_once=at_once)
 
-        def idle_shares(pool: str, of_pool: BoolArray) -> Iterator[tuple[str, float]]:
+        works, scores = np.isin(stage, STAGES), stage == REWARD
+        self.num_steps, self.wall_s = len(times), float((steps[1] - steps[0]).sum())
+        self.busy_s = busy_s(works)  # at least one stage was busy
+        self.stage_s = StageTimes(**{name: busy_s(stage == name) for name in STAGES})
+        self.idle_shares: dict[str, float] = {}  # of each pool, or of each worker where a pool has several
+        for pool, of_pool in ((DEVICE, works & ~scores), (REWARD, scores)):
             workers = np.unique(spans["worker"][of_pool])
             num = max(1, config.reward.workers) if pool == REWARD and len(workers) == 1 else 1
             for worker in workers:
                 work_s = busy_s(of_pool & (spans["worker"] == worker), num)
                 idle = max(0.0, 1.0 - work_s / (self.wall_s * num)) if self.wall_s else 0.0
-                yield f"{pool} {worker}" if len(workers) > 1 else pool, idle
-
-        works, scores = np.isin(stage, STAGES), stage == REWARD
-        self.num_steps, self.wall_s = len(times), float((steps[1] - steps[0]).sum())
-        self.busy_s = busy_s(works)  # at least one stage was busy
-        self.stage_s = StageTimes(**{name: busy_s(stage == name) for name in STAGES})
-        # of each pool, or of each worker where a pool has several
-        self.idle_shares = dict((*idle_shares(DEVICE, works & ~scores), *idle_shares(REWARD, scores)))
+                self.idle_shares[f"{pool} {worker}" if len(workers) > 1 else pool] = idle
         self.stall_s = busy_s((stage == "checkpoint") & (spans["detail"] == STALL))  # training waited for one
         total_s = sum(asdict(self.stage_s).values())
         # saved by stages side by side, of the sum of their times: 0.5 is two all the time
