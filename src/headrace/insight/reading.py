@@ -138,7 +138,7 @@ class Reading:
         self.trained_tokens, self.dropped_tokens = int(np.nansum(tokens)), rows.dropped_tokens()
         self.answer_tokens = Spread.of(answers["num_tokens"])  # sampled, per answer
         # of each step: from the end of 95 in 100 answers to that of the last; and its share of it
-        self.tail_s = Spread.of(tails_s(answers["finished_s"], times)) if len(times) else None
+        self.tail_s = Spread.of(tails_s(answers["finished_s"], times))
         mean_s = self.step_s.mean if self.step_s else 0.0
         self.tail_share = min(1.0, self.tail_s.mean / mean_s) if self.tail_s and mean_s else None
         # from an answer's end to its verdict, the wait for a worker included
@@ -171,8 +171,7 @@ def tails_s(finished_s: Numbers, times: Columns) -> Numbers:
 
     The last are one in twenty, and at least one. A step's answers are those that finished in it.
     """
-    known = np.isfinite(finished_s) & (finished_s > times["start_s"][0])
-    finished_s = np.sort(finished_s[known])
+    finished_s = np.sort(finished_s)  # the unknown come last, after every step
     ends = np.searchsorted(finished_s, times["end_s"], side="right")
     counts = ends - np.searchsorted(finished_s, times["start_s"], side="right")
     num_tail = np.maximum(1, np.floor(TAIL_SHARE * counts)).astype(np.int64)
