@@ -266,8 +266,7 @@ def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
     reward = "none" if found.reward is None else f"{found.reward:g}"
     parts = "  ".join(f"{name} {value:g}" for name, value in found.reward_parts.items())
     group = "not known" if found.serial is None else f"{found.serial}, attempt {found.attempt}"
-    sampled = [(span.version, count(span.end - span.start, "token")) for span in found.spans]
-    versions = [f"version {version} sampled {tokens}" for version, tokens in sampled]
+    versions = [f"version {s.version} sampled {count(s.end - s.start, 'token')}" for s in found.spans]
     return {
         "fate": FATE_WORDS[found.state].format(**vars(found), why=why),
         "prompt id": found.prompt_id,
