@@ -92,7 +92,6 @@ class SimulatedEngine:
     hold_s: float = 0.0  # until when it does something else than decode
     busy_s: float = 0.0
     sampled: float = 0.0  # tokens
-    down: bool = False
 
     def advance(self, now_s: float) -> None:
         since_s = max(self.at_s, self.hold_s)
@@ -184,7 +183,7 @@ class EnginePool:
 
     def fail(self, worker: SimulatedEngine) -> None:
         """The worker dies, its answers with it; they are started again, before others."""
-        if worker.down:
+        if self._loads[worker.number] == math.inf:  # it is down already
             return
         worker.advance(self.now())
         self.lost_tokens += sum(map(worker.so_far, worker.ends))
@@ -192,13 +191,12 @@ class EnginePool:
             part.lengths, part.worker = [row[3] for row in worker.ends if row[2] is part], None
             self._waiting.appendleft(part)
         self.num_failures += 1
-        worker.down = True
         self._set_rows(worker, [])
+        self._loads[worker.number] = math.inf
         self._loop.call_later(self._machine.repair_s, self._repaired, worker)
         self._poke()
 
     def _repaired(self, worker: SimulatedEngine) -> None:
-        worker.down = False
         self._loads[worker.number] = 0
         self._poke()
 
@@ -271,7 +269,7 @@ class EnginePool:
         if rows:
             steps_s = worker.seconds_of(max(0.0, worker.ends[0][0] - worker.steps))
             end_s = max(worker.at_s, worker.hold_s) + steps_s
-        self._loads[worker.number] = math.inf if worker.down else rows
+        self._loads[worker.number] = rows
         self._ends_s[worker.number] = end_s
         if self._is_active != (self._ends_s.min() < math.inf):
             self._active_s, self._active_since_s = self.active_s, self.now()
