@@ -309,9 +309,10 @@ def _run_events(connection: sqlite3.Connection, spans: Columns, restarts: list[R
     for restart in map(asdict, restarts):
         yield _event(f"restart {restart.pop('number')}", "i", restart.pop("at_s"), restart, s="g")
     rows = RowColumns(connection)
+    first = int(rows.column("step")[0]) if len(rows) else 0
+    numbers = {name: rows.column(name) for name in (*_STEP_NUMBERS, "lag_max", "wall_s")}
     for start_s, end_s, step, _ in tables.read_steps(connection, rows).tolist():
-        at = step - int(rows.column("step")[0])
-        row = {name: float(rows.column(name)[at]) for name in (*_STEP_NUMBERS, "lag_max", "wall_s")}
+        row = {name: float(values[step - first]) for name, values in numbers.items()}
         known = {name: value if math.isfinite(value) else None for name, value in row.items()}
         args, dur = {name: known[name] for name in _STEP_NUMBERS}, _us(end_s) - _us(start_s)
         yield _event(f"step {step}", "X", start_s, args, cat="step", dur=dur)
