@@ -87,7 +87,7 @@ class Occupancy:
         self.num_steps, self.wall_s = len(times), float((steps[1] - steps[0]).sum())
         self.busy_s = busy_s(works)  # at least one stage was busy
         self.stage_s = StageTimes(**{name: busy_s(stage == name) for name in STAGES})
-        self.idle_shares: dict[str, float] = {}  # of each pool, or of each worker where a pool has several
+        self.idle_shares: dict[str, float] = {}  # of a pool, or of each worker where it has several
         for pool, of_pool in ((DEVICE, works & ~scores), (REWARD, scores)):
             workers = np.unique(spans["worker"][of_pool])
             num = max(1, config.reward.workers) if pool == REWARD and len(workers) == 1 else 1
