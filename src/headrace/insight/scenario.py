@@ -241,8 +241,7 @@ def training_speed(
     columns = np.stack([np.ones(len(values)), num_tokens[batch]], axis=1)
     expected = min(like_pass_s * len(values) / values.sum(), 0.9)
     shares, spreads = (expected, 1 - expected), (max(expected, 0.01), 0.5)
-    pass_s, token_s = _fit(columns, values, shares, spreads, alike=len(values) / num_steps)
-    return optimizer_s, pass_s, token_s
+    return optimizer_s, *_fit(columns, values, shares, spreads, alike=len(values) / num_steps)
 
 
 def _fit(

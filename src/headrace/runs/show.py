@@ -307,16 +307,15 @@ def prompt_ids(whole: Trajectory) -> list[int]:
 def tokens(whole: Trajectory, texts: TokenTexts | None, start: int = 0, num: int | None = None) -> Iterator[Token]:
     """`num` tokens from `start` on; without `texts` their ids stand for them."""
     ids = whole.token_ids.tolist()
-    stop = len(ids) if num is None else min(start + num, len(ids))
     behind = min(start, 1)  # each is read behind its neighbour, so the one before is looked at, too
-    wanted = ids[start - behind : stop]
+    wanted = ids[start - behind : None if num is None else start + num]
     words = (texts.pieces(wanted) if texts else [str(id) for id in wanted])[behind:]
     version_of = {place: s.version for s in whole.spans for place in range(s.start, s.end)}
-    for place in range(start, stop):
+    for place, word in enumerate(words, start):
         sampled: dict[str, Any] = {}
         if whole.sampled[place]:
             sampled = {"logprob": float(whole.logprobs[place]), "version": version_of.get(place)}
-        yield Token(position=place, id=ids[place], text=words[place - start], **sampled)
+        yield Token(position=place, id=ids[place], text=word, **sampled)
 
 
 def _unknown(connection: sqlite3.Connection, run_dir: Path, id: str) -> str:
