@@ -13,7 +13,6 @@ apart. Times are microseconds on the run's clock.
 
 import json
 import math
-import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ import numpy as np
 from headrace import __version__
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace.ledger.files import run_config
+from headrace.ledger.files import run_config, write_whole
 from headrace.ledger.journal import Restart
 from headrace.ledger.ledger import Books, Ledger
 from headrace.measured import ROW_METRICS, STAGES, STALL, StageTimes
@@ -258,14 +257,10 @@ def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
         found = [*_stage_events(spans), *of_run, *_account_events(connection)]
     events = list(_numbered(sorted(found, key=lambda event: int(event["ts"]))))
     about = {"displayTimeUnit": "ms", "otherData": {"run": str(run_dir.resolve())}}
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        unfinished.write_text(json.dumps(about | {"traceEvents": events}), encoding="utf-8")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(about | {"traceEvents": events}))
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
     return path, len(events)
 
 
