@@ -57,7 +57,7 @@ class Side:
     before: float
     scores: Sequence[float]
     error: float
-    reached: float | None  # the cost at which it has the lowest of the sides' last scores
+    reached: float  # the cost at which it has the lowest of the sides' last scores
 
 
 def curve_of(run_dir: Path, at: Cost, price: float) -> Curve:
@@ -116,16 +116,14 @@ def _error(group: Sequence[Curve], cost: float) -> float:
     return float(np.fmax.reduce(chances))
 
 
-def _reached(group: Sequence[Curve], cost: float, level: float) -> float | None:
-    """The least cost at which the mean of the scores is `level`: on straight lines between evaluations."""
+def _reached(group: Sequence[Curve], cost: float, level: float) -> float:
+    """The least cost at which the mean score, on straight lines between evaluations, is `level`; none ends below it."""
     known = sorted({0.0, cost, *(x for curve in group for x in curve.costs if x < cost)})
     points = [(x, _mean(group, x)) for x in known]
     if points[0][1] >= level:
         return 0.0
-    for (x, low), (y, high) in pairwise(points):
-        if high >= level:
-            return x + (y - x) * (level - low) / (high - low)
-    return None
+    (x, low), (y, high) = next(both for both in pairwise(points) if both[1][1] >= level)
+    return x + (y - x) * (level - low) / (high - low)
 
 
 def compare(run_dirs: Sequence[Path], at: Cost, price: float) -> tuple[Report, float, list[Side]]:
@@ -149,7 +147,7 @@ def _line(side: Side, level: float, at: Cost) -> dict[str, str]:
     told = {"settings": side.name, "seeds": ", ".join(side.seeds), "before": f"{side.before:.3f}"}
     told |= {f"at {share:.0%}": f"{score:.3f}" for share, score in zip(SHARES, side.scores, strict=True)}
     told["±"] = "-" if math.isnan(side.error) else f"{side.error:.3f}"
-    return told | {f"{level:.3f} after": "-" if side.reached is None else _amount(side.reached, at)}
+    return told | {f"{level:.3f} after": _amount(side.reached, at)}
 
 
 def _verdicts(sides: Sequence[Side]) -> list[str]:
