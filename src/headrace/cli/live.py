@@ -185,12 +185,10 @@ class LiveDisplay(Watcher):
         slowest, loop_s = str(summary["wall"]), float(summary["loop_s"])
         for stage, busy_s in summary["stage_s"].items():
             share = busy_s / loop_s if loop_s else 0.0
-            mark = paper.drawn("▸") if stage == slowest else " "
-            filled = round(18 * min(max(share, 0.0), 1.0))
-            bar = paper.drawn(f"{'█' * filled:░<18}")
-            shown = f"{busy_s:>9,.1f} s {bar} {share:>5.0%}"
-            line = f"{mark} {stage:<11} {shown}  {STAGE_WORDS[stage]}"
-            paper.print(Text(line, style="bold" if stage == slowest else ""))
+            mark = "▸" if stage == slowest else " "
+            bar = "█" * round(18 * min(share, 1.0))
+            line = f"{mark} {stage:<11} {busy_s:>9,.1f} s {bar:░<18} {share:>5.0%}  {STAGE_WORDS[stage]}"
+            paper.print(Text(paper.drawn(line), style="bold" if stage == slowest else ""))
         if slowest in BOTTLENECK_OF_STAGE:
             advice = advice_for(BOTTLENECK_OF_STAGE[slowest], self._config)
             helps = f" What helps: {'; '.join(advice.moves)}." if advice.moves else ""
