@@ -60,7 +60,6 @@ class LiveDisplay(Watcher):
         self.paper = Paper(console)
         self._animated = console.is_terminal and not console.is_dumb_terminal and not console.quiet
         self._clock, self._started_s = clock, clock()
-        self._steps = 0
         self._rows: list[Row] = []
         self.run_dir: Path | None = None
         self._config = Config()
@@ -75,8 +74,7 @@ class LiveDisplay(Watcher):
 
     def header(self, config: Config, run_dir: Path, facts: Mapping[str, str]) -> None:
         self._started_s = self._clock()
-        self.run_dir, self._steps, self._config = run_dir, config.loop.steps, config
-        loop = config.loop
+        self.run_dir, self._config, loop = run_dir, config, config.loop
         versions = count(math.ceil(loop.max_lag), "version")
         lag = f"tokens up to {versions} old" if loop.max_lag else "strictly on-policy"
         a_step = f"{loop.groups_per_step} prompts x {config.rollout.samples} answers"
@@ -104,9 +102,9 @@ class LiveDisplay(Watcher):
 
     def row(self, row: Row) -> None:
         self._rows.append(row)
-        total = max(self._steps, row.step, 1)
+        total = max(self._config.loop.steps, row.step, 1)
         text = f"step {row.step:>{len(str(total))}}/{total}"
-        chosen = row.step % max(1, total // PLAIN_LINES) == 0 or row.step == self._steps
+        chosen = row.step % max(1, total // PLAIN_LINES) == 0 or row.step == self._config.loop.steps
         if self._animated:
             self._draw(text, row.step, total)
         elif chosen or len(self._rows) == 1 or row.score is not None:
@@ -150,7 +148,7 @@ class LiveDisplay(Watcher):
         recent = self._rows[-RECENT_ROWS:]
         row = recent[-1]
         wall_s = sum(r.wall_s for r in recent)
-        left_s = max(0, self._steps - row.step) * wall_s / len(recent)
+        left_s = max(0, self._config.loop.steps - row.step) * wall_s / len(recent)
         left = f", {duration(left_s)} left" if left_s else ""
         generated = sum(r.generated_tokens for r in self._rows)
         dropped = sum(sum(r.dropped_tokens.values()) for r in self._rows)
