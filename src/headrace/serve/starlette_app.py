@@ -23,16 +23,15 @@ BODY_S = 30.0  # in which a body must have come
 KEEP_ALIVE_S = 10.0  # after which a stream says that it is still there
 KEEP_ALIVE = ": keepalive\n"  # no event of its own: some clients would read an empty one
 
-Read = Callable[[dict[str, Any]], Ask]
 Whole = Callable[[Ask, list[Answered], str], dict[str, Any]]
 Events = Callable[[Ask, list[Answered], str], Iterator[str]]
 
-# of each route: how requests are read, and how answers are written, whole or in a stream
-FORMS: dict[str, tuple[Read, Whole, Events | None]] = {
-    "/v1/chat/completions": (ChatAsk.read, reply.chat, reply.chat_events),
-    "/v1/responses": (ResponsesAsk.read, reply.response, reply.response_events),
-    "/v1/completions": (CompletionsAsk.read, reply.completion, reply.completion_events),
-    "/inference/v1/generate": (GenerateAsk.read, reply.generation, None),
+# of each route: what its requests are, and how answers are written, whole or in a stream
+FORMS: dict[str, tuple[type[Ask], Whole, Events | None]] = {
+    "/v1/chat/completions": (ChatAsk, reply.chat, reply.chat_events),
+    "/v1/responses": (ResponsesAsk, reply.response, reply.response_events),
+    "/v1/completions": (CompletionsAsk, reply.completion, reply.completion_events),
+    "/inference/v1/generate": (GenerateAsk, reply.generation, None),
 }
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -104,9 +103,9 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-async def _answer(desk: FrontDesk, read: Read, whole: Whole, events: Events | None, request: Request) -> Response:
+async def _answer(desk: FrontDesk, kind: type[Ask], whole: Whole, events: Events | None, request: Request) -> Response:
     desk.check(_key(request))  # before anything is read
-    ask = read(await _body(request))
+    ask = kind.read(await _body(request))
     is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     conversation = desk.conversation(_key(request), ask, is_retry=is_retry)
     task = await conversation.take(ask, is_retry=is_retry, is_gone=request.is_disconnected)
