@@ -5,7 +5,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from textwrap import TextWrapper
@@ -146,8 +146,7 @@ class Paper:
         if title:
             self.print(Text.assemble((title, "bold"), (f"  {explanation}" if explanation else "", "dim")))
 
-    def facts(self, pairs: Iterable[tuple[str, str]]) -> None:
-        pairs = list(pairs)
+    def facts(self, pairs: Collection[tuple[str, str]]) -> None:
         column = max((len(name) for name, _ in pairs), default=0) + 2
         for name, value in pairs:
             self.paragraph(f"{name:<{column}}{value}", hang=column)

@@ -201,7 +201,7 @@ class LiveDisplay(Watcher):
         if unsettled := generated - trained - dropped.total():
             lines["not settled"] = unsettled
         digits, whole = len(f"{generated:,}"), max(generated, 1)
-        self.paper.facts((name, f"{num:>{digits},}  {num / whole:>6.1%}") for name, num in lines.items())
+        self.paper.facts([(name, f"{num:>{digits},}  {num / whole:>6.1%}") for name, num in lines.items()])
 
     def _show_run(self, summary: Mapping[str, Any]) -> None:
         lag, run_dir = int(summary["max_lag_seen"]), summary["run_dir"]

@@ -136,9 +136,8 @@ async def follow() -> None:
     ui.timer(EVERY_S, refresh, immediate=False)
 
 
-def facts(pairs: Iterable[tuple[str, str]]) -> None:
+def facts(pairs: Collection[tuple[str, str]]) -> None:
     """Names and what they are; beside each other also on a narrow screen, if they are short."""
-    pairs = list(pairs)
     short = all(len(name + text) < 30 for name, text in pairs)
     with ui.element("dl").classes("short" if short else ""):
         for name, text in pairs:
