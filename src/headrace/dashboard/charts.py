@@ -6,7 +6,6 @@ colour everywhere. Text and lines take theirs from the style sheet, for light an
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,18 +198,15 @@ def sankey(held: Books) -> Drawn:
 def timeline(shown: Timeline) -> Drawn:
     if not shown.bars:
         return {}, "No stage has been measured yet."
-    lanes, bars = list(shown.busy), defaultdict[str, list[Options]](list)
+    lanes, bars = list(shown.busy), []
     for lane, stage, start_s, end_s in shown.bars:
         value = [lanes.index(lane), round(start_s, 4), round(end_s, 4)]
-        bars[stage].append({"value": value, "name": lane})
-    series = [
-        {"name": stage, "itemStyle": {"color": STAGE_COLOURS.get(stage, GREY)}, "data": data}
-        for stage, data in bars.items()
-    ]
+        colour = STAGE_COLOURS.get(stage, GREY)
+        bars.append({"value": value, "name": lane, "itemStyle": {"color": colour}})
     clock = {"min": round(shown.start_s, 3), "max": round(shown.end_s, 3)}
     busy = ", ".join(f"{lane} {share:.0%}" for lane, share in shown.busy.items())
     says = f"Busy share of these {shown.end_s - shown.start_s:.1f} s: {busy}."
-    return _chart("timeline", series, x_axis=clock, y_axis={"data": lanes}), says
+    return _chart("timeline", [{"data": bars}], x_axis=clock, y_axis={"data": lanes}), says
 
 
 def lag_bars(shares: Tally, last_step: int, allowed: float | None) -> Drawn:
