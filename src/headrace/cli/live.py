@@ -184,8 +184,8 @@ class LiveDisplay(Watcher):
         for stage, busy_s in summary["stage_s"].items():
             share = busy_s / loop_s if loop_s else 0.0
             mark = "▸" if stage == slowest else " "
-            bar = "█" * round(18 * min(share, 1.0))
-            line = f"{mark} {stage:<11} {busy_s:>9,.1f} s {bar:░<18} {share:>5.0%}  {STAGE_WORDS[stage]}"
+            bar = f"{'█' * round(18 * min(share, 1.0)):░<18}"
+            line = f"{mark} {stage:<11} {busy_s:>9,.1f} s {bar} {share:>5.0%}  {STAGE_WORDS[stage]}"
             paper.print(Text(paper.drawn(line), style="bold" if stage == slowest else ""))
         if slowest in BOTTLENECK_OF_STAGE:
             advice = advice_for(BOTTLENECK_OF_STAGE[slowest], self._config)
