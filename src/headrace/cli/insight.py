@@ -18,8 +18,7 @@ from headrace.insight.planner import Question, plan, search
 from headrace.insight.reading import VIEWERS, write_trace
 from headrace.insight.reports import plan_report, simulation_report, triage_report
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
-from headrace.insight.simulator import Simulated
-from headrace.insight.simulator import simulate as simulate_run
+from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.triage import ADVICE, Placement, Triage, TypedTriage, others_that_fit, triage, triage_typed
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import STAGES, StageTimes
@@ -123,8 +122,8 @@ def plan_command(
     _tell(plan_report(question, found), for_programs, as_json)
 
 
-@app.command()
-def simulate(
+@app.command("simulate")
+def simulate_command(
     settings: Settings = None,
     run: Annotated[Path | None, Option("--from", metavar="RUN", help="answers and speeds of this run")] = None,
     max_lag: Annotated[str, Option(help="one or more, e.g. 0,1,4,8; else the recipe's")] = "",
@@ -181,7 +180,7 @@ def simulate(
     if straggler_share:  # else those that the run had, if any
         machine = replace(machine, straggler_share=straggler_share, straggler_factor=straggler_factor)
     machine = replace(machine, worker_mtbf_s=mtbf_s or math.inf, repair_s=repair_s)
-    found = [simulate_run(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
+    found = [simulate(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
     told = simulation_report(work, machine, layout, found)
     _tell(told, simulation_json(work, machine, layout, found), as_json)
 

@@ -26,8 +26,7 @@ from headrace.ledger.recovery import changes
 from headrace.measured import Row, stages_of
 from headrace.runs import audit as checks
 from headrace.runs import show as shown
-from headrace.runs.compare import Cost
-from headrace.runs.compare import compare as compare_runs
+from headrace.runs.compare import Cost, compare
 from headrace.runs.facts import RunFacts, RunState, read_run, read_runs
 from headrace.runs.report import Table, ago, or_dash, printable
 
@@ -95,8 +94,8 @@ def dash(
     serve(run, host=host, port=port, dollars_per_hour=dollars_per_hour)
 
 
-@app.command()
-def compare(
+@app.command("compare")
+def compare_command(
     runs: Annotated[list[Path], Argument(metavar="RUN RUN ...", help="run directories")],
     at: At = Cost.TOKENS,
     price: Price = None,
@@ -104,7 +103,7 @@ def compare(
 ) -> None:
     """Compare the held-out scores of runs at equal cost; runs that differ in their seeds alone count as one."""
     _check(at, price)
-    report, cost, sides = compare_runs(runs, at, price or 0.0)
+    report, cost, sides = compare(runs, at, price or 0.0)
     if as_json:
         print(json.dumps(to_jsonable_python({"at": at, "cost": cost, "sides": sides}, inf_nan_mode="null")))
     else:
@@ -154,7 +153,7 @@ def sweep(
         told = f"{len(failed)} of {len(plans)} runs did not come to their end: {', '.join(failed)}"
         paper.paragraph(f"{told}. The same command goes on with them.", indent=0)
         raise Exit(1)
-    paper.report(compare_runs(list(plans), at, price or 0.0)[0])
+    paper.report(compare(list(plans), at, price or 0.0)[0])
 
 
 def _check(at: Cost, price: float | None) -> None:
