@@ -14,7 +14,6 @@ from starlette.responses import PlainTextResponse, Response
 
 from headrace.dashboard import charts, nicegui_runs
 from headrace.dashboard import nicegui_elements as page
-from headrace.dashboard.charts import CARDS
 from headrace.dashboard.site import FIELDS, Site, address, question
 from headrace.errors import HeadraceError
 from headrace.insight.hardware import read_hardware
@@ -142,7 +141,7 @@ def _sliders(times: StageTimes, names: list[str], run: str | None, trouble: str)
         show_chart((charts.placement_bars(found.step_s), ""))
 
     with ui.element("div").classes("pair"):
-        with page.card(CARDS["stages"]):
+        with page.card(charts.CARDS["stages"]):
             if trouble:
                 page.message(trouble)
             if names:
@@ -164,7 +163,7 @@ def _sliders(times: StageTimes, names: list[str], run: str | None, trouble: str)
             placements = {one: f"{one}: {words}" for one, words in PLACEMENT_WORDS.items()}
             first = Placement.COLOCATED if run else Placement.OVERLAPPED
             placement = page.choice(placements, first, "what may run at the same time")
-            ui.label(CARDS["placements"].says).classes("says")
+            ui.label(charts.CARDS["placements"].says).classes("says")
             show_chart = page.chart(180)
         with page.card("What to change first"):
             results = page.panel(read, show)
@@ -186,7 +185,7 @@ def _form() -> Callable[[], Awaitable[None]]:
         asked = question(typed, device=device.value, reference=reference.value, adapter=adapter.value)
         return plan_report(asked, work_out(asked))
 
-    with page.card(CARDS["plan"]):
+    with page.card(charts.CARDS["plan"]):
         texts = {}
         with ui.element("div").classes("form"):
             device = page.choice(list(read_hardware()), "H100", "kind of GPU", changed).props("hint='to run it on'")

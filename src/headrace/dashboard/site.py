@@ -15,7 +15,6 @@ from urllib.parse import quote, urlencode
 
 from headrace.config_file import read_toml
 from headrace.dashboard import books
-from headrace.dashboard.books import Series, Tally
 from headrace.errors import ConfigError, HeadraceError, RunError
 from headrace.insight.hardware import find_device, sized_shape
 from headrace.insight.planner import Question
@@ -94,8 +93,8 @@ class LiveRun:
     def __init__(self, run_dir: Path, dollars_per_hour: float | None = None) -> None:
         self.path, self.name, self.price = run_dir, run_dir.name, dollars_per_hour
         self._lock = threading.Lock()
-        self._series = Series()
-        self._tallies: defaultdict[str, Tally] = defaultdict(Tally)
+        self._series = books.Series()
+        self._tallies: defaultdict[str, books.Tally] = defaultdict(books.Tally)
         self._data_set = show.DataSet()
         self._facts: RunFacts | None = None
         self._facts_at_s = 0.0
@@ -109,12 +108,12 @@ class LiveRun:
                 self._facts, self._facts_at_s = read_run(self.path), time.monotonic()
             return self._facts
 
-    def series(self) -> Series:
+    def series(self) -> books.Series:
         with self._lock:
             self._series = books.read_series(self.path, self._series)
             return self._series
 
-    def tally(self, query: str) -> Tally:
+    def tally(self, query: str) -> books.Tally:
         with self._lock:
             return self._tallies[query].update(self.path, query)
 
