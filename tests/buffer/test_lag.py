@@ -14,6 +14,13 @@ SYNC = LagPolicy(max_lag=0, groups_per_step=4)
 ASYNC = LagPolicy(max_lag=2, groups_per_step=4)
 
 
+def admitted(
+    policy: LagPolicy, *, version: int, committed: int, in_flight: int, buffered: int, wave_left: int, window: int
+) -> int:
+    capacity = policy.capacity(version=version, committed=committed)
+    return policy.admit(capacity, wave_left=wave_left, window_left=window - in_flight - buffered)
+
+
 @pytest.mark.parametrize(
     ("max_lag", "version", "committed", "room"),
     [
@@ -55,10 +62,10 @@ def test_a_full_buffer_trains_within_max_lag(max_lag: float, size: int, version:
 
 def test_on_policy_replacements_wait_for_the_wave():
     # four admitted, one dropped: room for one, but three are still running
-    assert SYNC.admit(version=0, committed=3, in_flight=3, buffered=0, wave_left=0, window=4) == 0
-    assert SYNC.admit(version=0, committed=3, in_flight=0, buffered=0, wave_left=1, window=4) == 1
+    assert admitted(SYNC, version=0, committed=3, in_flight=3, buffered=0, wave_left=0, window=4) == 0
+    assert admitted(SYNC, version=0, committed=3, in_flight=0, buffered=0, wave_left=1, window=4) == 1
     # a wave that is only partly started may be completed
-    assert SYNC.admit(version=0, committed=1, in_flight=1, buffered=0, wave_left=3, window=4) == 3
+    assert admitted(SYNC, version=0, committed=1, in_flight=1, buffered=0, wave_left=3, window=4) == 3
 
 
 @pytest.mark.parametrize(
@@ -82,14 +89,14 @@ def test_a_wave_is_as_large_as_its_need(missing: int, begun: int, kept: int, mos
 
 
 def test_off_policy_replacements_start_at_once():
-    assert ASYNC.admit(version=0, committed=11, in_flight=11, buffered=0, wave_left=0, window=12) == 1
+    assert admitted(ASYNC, version=0, committed=11, in_flight=11, buffered=0, wave_left=0, window=12) == 1
 
 
 def test_the_window_counts_what_runs_and_what_waits_for_the_learner():
-    assert ASYNC.admit(version=1, committed=9, in_flight=2, buffered=3, wave_left=0, window=6) == 1
-    assert ASYNC.admit(version=1, committed=9, in_flight=2, buffered=3, wave_left=0, window=4) < 1
+    assert admitted(ASYNC, version=1, committed=9, in_flight=2, buffered=3, wave_left=0, window=6) == 1
+    assert admitted(ASYNC, version=1, committed=9, in_flight=2, buffered=3, wave_left=0, window=4) < 1
     # never more than the lag allows: three steps' worth from version 1 on, four groups of it trained
-    assert ASYNC.admit(version=1, committed=14, in_flight=2, buffered=3, wave_left=0, window=12) == 2
+    assert admitted(ASYNC, version=1, committed=14, in_flight=2, buffered=3, wave_left=0, window=12) == 2
 
 
 @pytest.mark.parametrize(("idle", "less"), [(0, 0), (1, 1), (8, 1), (9, 2), (64, 8), (10**6, 20)])
