@@ -277,7 +277,11 @@ class Buffer:
         waited = False
         async with self._changed:
             while True:
-                self._evict()
+                for old in self.policy.evict(self.buffered, version=self.version):
+                    self.buffered.remove(old)
+                    self._committed -= 1
+                    self.on_drop([(t, DropReason.STALE) for t in old.trajectories], old, True)
+                    self._changed.notify_all()
                 all_taken = self._taken >= self.policy.groups_per_step
                 if all_taken and (self.policy.max_lag > 0 or not (self.in_flight or self.buffered)):
                     return None
@@ -319,15 +323,6 @@ class Buffer:
         """Take out all that waits, for good."""
         waiting, self.buffered = self.buffered, []
         return waiting
-
-    def _evict(self) -> None:
-        old = self.policy.evict(self.buffered, version=self.version)
-        for group in old:
-            self.buffered.remove(group)
-            self._committed -= 1
-            self.on_drop([(t, DropReason.STALE) for t in group.trajectories], group, True)
-        if old:
-            self._changed.notify_all()
 
     def _check_progress(self) -> None:
         if self._barren.total() >= self.patience * self.policy.groups_per_step:
