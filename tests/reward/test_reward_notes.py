@@ -75,7 +75,7 @@ async def test_after_a_quiet_while_the_next_trouble_is_told_at_once(monkeypatch:
     notes.add({DropReason.FILTER_ERROR: 1, REPLACED: 0}, "it is broken")
     await asyncio.sleep(0.1)
     notes.add({DropReason.REWARD_TIMEOUT: 37}, "no verdict in 10 s")
-    notes.close()
+    notes.tell()
     assert told == [
         "1 group dropped because a filter failed: it is broken",
         "37 verdicts timed out after 10 s (reward.timeout_s); the first: no verdict in 10 s",

@@ -150,7 +150,7 @@ class Scorer:
 
     async def close(self) -> None:
         """Stop judging; calls of `score` that still wait raise RewardError."""
-        self._trouble.close()
+        self._trouble.tell()
         await asyncio.gather(*(judge.close() for judge in (self._pool, *self._filters.values())))
 
     def _note_trouble(self, failure: DropReason | None, detail: str) -> None:
@@ -237,27 +237,19 @@ class TroubleNotes:
         self._on_note, self._timeout_s = on_note, timeout_s
         self._untold: Counter[str] = Counter()
         self._detail = ""  # of the first that is not told
-        self._pause: asyncio.TimerHandle | None = None
-        self._told = False
+        self._told = self._pauses = False
 
     def add(self, trouble: Mapping[str, int], detail: str = "") -> None:
         """Note how much there was of each kind, a key of WORDS."""
         self._untold.update({kind: num for kind, num in trouble.items() if num})
         self._detail = self._detail or detail
-        if self._pause is None:
-            self._tell()
+        if not self._pauses:
+            self.tell()
 
-    def close(self) -> None:
-        """Tell the rest."""
-        self._tell()
-        if self._pause is not None:
-            self._pause.cancel()
-
-    def _tell(self) -> None:
-        if self._pause is not None:
-            self._pause.cancel()
-            self._pause = None
-        if not self._untold:
+    def tell(self) -> None:
+        """Tell the rest, and pause if there was any. A pause outlives the scorer: then there is no rest."""
+        self._pauses = bool(self._untold)
+        if not self._pauses:
             return
         told, total = [], self._untold.total()
         for kind, num in self._untold.items():
@@ -268,7 +260,7 @@ class TroubleNotes:
         self._on_note(", ".join(told) + ("; the first" * (total > 1) + f": {detail}") * bool(detail))
         self._untold.clear()
         self._detail, self._told = "", True
-        self._pause = asyncio.get_running_loop().call_later(NOTE_EVERY_S, self._tell)
+        asyncio.get_running_loop().call_later(NOTE_EVERY_S, self.tell)
 
 
 def _plain(value: Any) -> Any:
