@@ -297,12 +297,10 @@ class JudgePool:
     async def close(self) -> None:
         """End the workers and reap them. May be called twice."""
         self._break(RewardError("the reward workers are closed"))
-        servers, self._servers = self._servers, []
-        workers, self._workers = self._workers, []
-        for server in servers:
+        for server in self._servers:
             server.cancel()
-        await asyncio.gather(*servers, return_exceptions=True)
-        await asyncio.gather(*(worker.stop(gently=True) for worker in workers))
+        await asyncio.gather(*self._servers, return_exceptions=True)
+        await asyncio.gather(*(worker.stop(gently=True) for worker in self._workers))
 
     async def _serve(self, slot: int) -> None:
         try:
