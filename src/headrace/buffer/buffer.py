@@ -239,24 +239,22 @@ class Buffer:
             if self._attempts.get(group.serial) != group.attempt:
                 return False
             del self.in_flight[group.serial], self._attempts[group.serial]
+            self._changed.notify_all()
             kept, dropped = self.sieve.sift(group, refusal)
-            waits = False
             if dropped:
                 self.on_drop(dropped, group, False)
-            if kept is None:
-                self._committed -= 1
-                self._barren[dropped[-1][1] if dropped else DropReason.INCOMPLETE] += 1
-            elif self.policy.is_too_old(kept.lag(self.version)):
-                self._committed -= 1
-                self.on_drop([(t, DropReason.STALE) for t in kept.trajectories], kept, False)
-            else:
+            if kept is not None and not self.policy.is_too_old(kept.lag(self.version)):
                 self._barren.clear()
                 self._kept = (self._kept[0], self._kept[1] + 1)
                 insort(self.buffered, kept, key=self.policy.order)
                 self.on_buffered(kept)
-                waits = True
-            self._changed.notify_all()
-            return waits
+                return True
+            self._committed -= 1
+            if kept is None:
+                self._barren[dropped[-1][1] if dropped else DropReason.INCOMPLETE] += 1
+            else:
+                self.on_drop([(t, DropReason.STALE) for t in kept.trajectories], kept, False)
+            return False
 
     async def lose(self, serial: int, reason: str) -> None:
         """A group was dropped before it was complete. The caller has booked its trajectories."""
