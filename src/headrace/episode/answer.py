@@ -195,7 +195,7 @@ class Grammar:
                     said["content"] += opening + body + ("" if is_open else self.family.close)
             elif event["field"] != "tool_calls" and event["type"] == "region_chunk":
                 said[event["field"]] += event["text"]
-        return _answer(text, said, calls, "; ".join(errors))
+        return _answer(text, said["content"], said["reasoning_content"], calls, "; ".join(errors))
 
     def _calls(self, opening: str, body: str, tools: Tools, *, is_open: bool, is_cut: bool) -> list[ToolCall]:
         close, read = self.family.close, self.family.read
@@ -220,8 +220,7 @@ class Grammar:
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             return ParsedAnswer(text.strip(), error=f"the answer cannot be read: {str(error).splitlines()[0]}")
         thinking = message.get("reasoning_content") or message.get("thinking") or ""
-        said = {"content": message.get("content") or "", "reasoning_content": thinking}
-        return _answer(text, said, found)
+        return _answer(text, message.get("content") or "", thinking, found)
 
 
 def _typed(arguments: Mapping[str, str], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,7 +242,6 @@ def _tool_calls(calls: Calls) -> list[ToolCall]:
     return found
 
 
-def _answer(text: str, said: Mapping[str, str], calls: Sequence[ToolCall], error: str = "") -> ParsedAnswer:
-    content, reasoning = said["content"], said["reasoning_content"]
+def _answer(text: str, content: str, reasoning: str, calls: Sequence[ToolCall], error: str = "") -> ParsedAnswer:
     content = content if content or reasoning or calls else text
     return ParsedAnswer(content.strip(), reasoning.strip(), tuple(calls), error)
