@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -33,14 +33,13 @@ from headrace.place.device import STEPS, memory_for
 from headrace.place.place import Place, open_place
 from headrace.policy import hub
 from headrace.policy.policy import ADAPTER_DIR
-from headrace.roles import Sink, Watcher
+from headrace.roles import R, Sink, Watcher
 from headrace.serve.front_desk import Visitors
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TRAINING: dict[asyncio.AbstractEventLoop, Loop] = {}  # what Ctrl-C in another thread interrupts
 
 Reward = Callable[[Any], Any]  # see docs/guides/own-reward.md for what it gets and returns
-Result = TypeVar("Result")
 
 
 def train(config: Config, watcher: Watcher | None = None, *, reward: Reward | None = None) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def _to_the_end(
             watcher.note(f"{lost}. The run goes on from its last checkpoint")
 
 
-def _run_events(work: Callable[[], Coroutine[None, None, Result]]) -> Result:
+def _run_events(work: Callable[[], Coroutine[None, None, R]]) -> R:
     """Run a coroutine to its end, also from a notebook, whose event loop runs in this thread."""
     try:
         asyncio.get_running_loop()
@@ -143,7 +142,7 @@ def _run_events(work: Callable[[], Coroutine[None, None, Result]]) -> Result:
         return asyncio.run(work())
     events = asyncio.new_event_loop()
 
-    def run() -> Result:
+    def run() -> R:
         with asyncio.Runner(loop_factory=lambda: events) as runner:
             return runner.run(work())
 
@@ -194,8 +193,8 @@ def serve_run(
 
 
 def _with_engines(
-    run_dir: Path, overrides: Sequence[str], work: Callable[[Place], Awaitable[Result]], best: bool, reward: Any = None
-) -> Result:
+    run_dir: Path, overrides: Sequence[str], work: Callable[[Place], Awaitable[R]], best: bool, reward: Any = None
+) -> R:
     """Do `work` with a run's weights and settings, in this process."""
     config = rooted(files.run_config(run_dir, overrides))
     if config.rollout.addresses and files.is_claimed(run_dir):
@@ -209,7 +208,7 @@ def _with_engines(
         learner={"ranks": 1, "loss": "ppo", "advantage": "grpo"},
     )
 
-    async def run() -> Result:
+    async def run() -> R:
         place = open_place(config, run_dir, reward=reward)
         try:
             await place.start_user_code()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +15,10 @@ from headrace.learner.batch import Packer, balanced, split
 from headrace.learner.credit import credits, token_rewards
 from headrace.learner.objective import kl, users_function
 from headrace.measured import Mismatch, PolicyFacts, StepStats
-from headrace.roles import Cluster, Reply, Trainer, Worker
+from headrace.roles import Cluster, R, Reply, Trainer, Worker
 from headrace.types import Example, FloatArray, Group, IntArray, Item, Trajectory
 
 NOTICED_S = 60.0  # after which a dead node is known to be dead
-
-R = TypeVar("R")
 
 
 class Intake:

@@ -9,14 +9,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from headrace.config import Config
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
 from headrace.loop.stages import Stages
 from headrace.reward.scorer import Scorer
-from headrace.roles import Answers
+from headrace.roles import Answers, R
 from headrace.types import (
     Attempt,
     Completion,
@@ -31,7 +31,6 @@ from headrace.types import (
     Trajectory,
 )
 
-R = TypeVar("R")
 Answer = asyncio.Future[Any]  # a trajectory of the engines alone, or an episode's outcome
 Scoring = Callable[[Completion], Awaitable[Score]]
 SoFar = Mapping[int, Trajectory]  # by index, what the answers of a group have sampled

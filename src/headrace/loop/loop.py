@@ -12,7 +12,6 @@ another `max_lag`. How answers come about is in groups.py, how a run ends in end
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 from headrace.config import Config
 from headrace.errors import RunError, StalledError
@@ -26,11 +25,10 @@ from headrace.loop.stages import Stages
 from headrace.loop.watchdog import beside
 from headrace.measured import STALL, Row, StepStats
 from headrace.reward.scorer import MAX_VERDICTS
+from headrace.roles import R
 from headrace.types import DropReason, Group, Item
 
 SKIPPED_STEPS = 4  # in a row, after which a run is stuck
-
-R = TypeVar("R")
 
 
 class Loop:

@@ -17,17 +17,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from headrace.errors import HungError
 from headrace.ledger.files import STACKS
 from headrace.measured import StageClock
+from headrace.roles import R
 
 ROUNDS = 20  # looks at `progress` within the limit
 MOST_S = 5.0  # between two looks
 NOBODY = "no stage is at work, all wait for each other"
-
-Result = TypeVar("Result")
 
 
 @dataclass(eq=False)
@@ -114,9 +113,9 @@ def write_stacks(path: Path, events: asyncio.AbstractEventLoop) -> None:
                 coroutine = coroutine.cr_await
 
 
-def beside(work: Callable[..., Result], *args: Any) -> asyncio.Future[Result]:
+def beside(work: Callable[..., R], *args: Any) -> asyncio.Future[R]:
     """Run `work(*args)` in a daemon thread: if it hangs, the process can still end."""
-    future: Future[Result] = Future()
+    future: Future[R] = Future()
     future.set_running_or_notify_cancel()
 
     def run() -> None:

@@ -6,16 +6,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from headrace.errors import ConfigError, HeadraceError, WorkerLostError
 from headrace.place.device import STEPS, DeviceThread, memory_for
-from headrace.roles import Reply
+from headrace.roles import R, Reply
 
-R = TypeVar("R")
 START_TIMEOUT_S = 300.0  # until a worker's process is up and its model loaded
 
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.roles import R
 
-Result = TypeVar("Result")
 _Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
@@ -33,15 +33,15 @@ class DeviceThread:
         self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
         self._thread.start()
 
-    async def run(self, work: Callable[..., Result], *args: Any) -> Result:
+    async def run(self, work: Callable[..., R], *args: Any) -> R:
         return await asyncio.wrap_future(self.submit(work, *args))
 
-    def call(self, work: Callable[..., Result], *args: Any) -> Result:
+    def call(self, work: Callable[..., R], *args: Any) -> R:
         return self.submit(work, *args).result()
 
-    def submit(self, work: Callable[..., Result], *args: Any, **named: Any) -> Future[Result]:
+    def submit(self, work: Callable[..., R], *args: Any, **named: Any) -> Future[R]:
         """Queue work. Called in the device thread itself, it is done at once."""
-        future: Future[Result] = Future()
+        future: Future[R] = Future()
         if threading.current_thread() is self._thread:
             _do(future, work, args, named)
         else:

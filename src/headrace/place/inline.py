@@ -13,10 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from headrace.errors import WorkerLostError
 from headrace.place.device import DeviceThread
-from headrace.roles import Reply, Worker
+from headrace.roles import Port, R, Reply, Worker
 
-R = TypeVar("R")
-Port = TypeVar("Port")
 Served = TypeVar("Served")
 
 
