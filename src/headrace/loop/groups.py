@@ -15,8 +15,9 @@ from headrace.config import Config
 from headrace.loop.books import RowMaker
 from headrace.loop.ending import Ending, State
 from headrace.loop.stages import Stages
+from headrace.loop.watchdog import background
 from headrace.reward.scorer import Scorer
-from headrace.roles import Answers, R
+from headrace.roles import Answers
 from headrace.types import (
     Attempt,
     Completion,
@@ -137,22 +138,16 @@ class Groups:
 
     async def _score(self, completion: Completion) -> Score:
         with self._stages.clock.span("reward", version=self._stages.books.version):
-            return await self._abortable(self._stages.scorer.score(completion))
+            return await background(self._stages.scorer.score(completion), self._judging)
 
     async def _refusal(self, group: Group) -> str | None:
         """Why the user's filters do not keep the group; RUN_ENDED if the end of the run cut them off."""
-        asking = self._abortable(self._stages.buffer.sieve.refusal(group))
+        asking = background(self._stages.buffer.sieve.refusal(group), self._judging)
         try:
             await asyncio.wait([asking])
             return DropReason.RUN_ENDED if asking.cancelled() else asking.result()
         finally:
             asking.cancel()
-
-    def _abortable(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        task = asyncio.create_task(work)
-        self._judging.add(task)
-        task.add_done_callback(self._judging.discard)
-        return task
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what the answers of unfinished groups have sampled so far."""

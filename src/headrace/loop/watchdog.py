@@ -11,7 +11,7 @@ import asyncio
 import faulthandler
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -126,3 +126,12 @@ def beside(work: Callable[..., R], *args: Any) -> asyncio.Future[R]:
 
     threading.Thread(target=run, name=work.__name__, daemon=True).start()
     return asyncio.wrap_future(future)
+
+
+def background(work: Coroutine[Any, Any, R], *kept: set[asyncio.Task[Any]]) -> asyncio.Task[R]:
+    """Start `work`. Until it is done, its task is in the `kept` sets: asyncio has only weak references."""
+    task = asyncio.create_task(work)
+    for tasks in kept:
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+    return task

@@ -5,7 +5,7 @@ finishes its answers first. Both happen between two publications.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from headrace.errors import LearnerLostError, PublishError, WorkerLostError
 from headrace.ledger.files import wanted_workers
 from headrace.loop.publishing import WeightPublisher
-from headrace.loop.watchdog import beside
+from headrace.loop.watchdog import background, beside
 from headrace.roles import Sampler, Worker
 from headrace.rollout.pool import RolloutPool
 
@@ -33,8 +33,8 @@ class Elastic:
     spawn: Callable[[], Worker[Sampler]]
     publisher: Callable[[], WeightPublisher]
     _failures: int = field(default=0, init=False)
-    _joining: set[asyncio.Task[None]] = field(default_factory=set, init=False)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _joining: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set, init=False)
     _late: set[str] = field(default_factory=set, init=False)  # names that the user was told
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Elastic:
     def start(self) -> None:
         """Follow the wanted number."""
         self._fit()
-        self._in_background(self._watch())
+        background(self._watch(), self._tasks)
 
     def close(self) -> None:
         for task in self._tasks:
@@ -60,7 +60,7 @@ class Elastic:
 
     def bring(self, worker: Worker[Sampler], *begun: Any) -> None:
         """A worker is late: it takes versions at its own pace. Called in a thread."""
-        self._in_loop(lambda worker: self._in_background(self._follow(worker, *begun)), worker)
+        self._in_loop(lambda worker: background(self._follow(worker, *begun), self._tasks), worker)
 
     async def _follow(self, worker: Worker[Sampler], *begun: Any) -> None:
         if worker.name not in self._late:
@@ -85,11 +85,9 @@ class Elastic:
     def _fit(self) -> None:
         staying = self.pool.staying
         for _ in range(self.wanted - len(staying) - len(self._joining)):
-            task = self._in_background(self._add())
-            self._joining.add(task)
-            task.add_done_callback(self._joining.discard)
+            background(self._add(), self._tasks, self._joining)
         for worker in staying[self.wanted :]:
-            self._in_background(self._dismiss(worker, self.pool.retire(worker)))
+            background(self._dismiss(worker, self.pool.retire(worker)), self._tasks)
 
     async def _dismiss(self, worker: Worker[Sampler], done: asyncio.Event) -> None:
         """End a worker when its answers are finished (`done`)."""
@@ -130,12 +128,6 @@ class Elastic:
         if not self.pool.staying:
             told = f"no rollout worker is left, and {MOST_FAILURES} new ones could not join"
             self.pool.fail(WorkerLostError(told))
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     def _in_loop(self, act: Callable[[Worker[Sampler]], object], worker: Worker[Sampler]) -> None:
         """Call `act(worker)` on the event loop and wait for it. Called in a thread."""

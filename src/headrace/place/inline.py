@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from headrace.errors import WorkerLostError
+from headrace.loop.watchdog import background
 from headrace.place.device import DeviceThread
 from headrace.roles import Port, R, Reply, Worker
 
@@ -92,10 +93,7 @@ class InlineCluster:
             asyncio.get_running_loop()
         except RuntimeError:
             return asyncio.run_coroutine_threadsafe(work, self._events)
-        task = self._events.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return background(work, self._tasks)
 
     def gather(self, answers: Sequence[Reply[R]]) -> list[R]:
         return [answer.result() for answer in answers]
