@@ -63,10 +63,10 @@ class Ledger(AbstractContextManager["Ledger"]):
     """The run's database: one writer, and any number of readers while it writes."""
 
     def __init__(self, connection: sqlite3.Connection, run_dir: Path, clock: StageClock | None) -> None:
-        self.connection, self.run_dir, self._clock = connection, run_dir, clock
+        self.connection, self.run_dir, self.clock = connection, run_dir, clock or StageClock()
         self._path = run_dir / database.FILE_NAME
         self._file = self._path.stat().st_ino
-        self._digests = Digests(connection) if clock is not None else None
+        self._digests = None if clock is None else Digests(connection)  # None: it is only read
         self.step = 1  # the step whose row comes next: what is booked now belongs to it
         self._verdicts: dict[bytes, Score] = {}  # not written yet
         self._turns: dict[tuple[int, int], Trajectory] = {}  # by serial and index, not yet stored
@@ -93,7 +93,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         return cls(database.open_database(run_dir), run_dir, None)
 
     def close(self) -> None:
-        if self._clock is None:
+        if self._digests is None:
             self.connection.close()
             return
         with suppress(RunError):  # if the disk is full, a restart judges and samples again
@@ -246,11 +246,6 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     # What readers ask.
 
-    @property
-    def clock(self) -> StageClock:
-        assert self._clock is not None
-        return self._clock
-
     def remembered(self) -> dict[str, str]:
         facts = self.read("SELECT key, value FROM meta WHERE key GLOB 'run:*'")
         return {key.removeprefix("run:"): value for key, value in facts}
@@ -367,7 +362,7 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def transfer(self, debit: str, credit: str, num_tokens: int, num_trajectories: int, **of: str | int | None) -> None:
         """Move an amount to another account; `of` a trajectory, with `trajectory_id` and `lag`."""
-        when = {"at_s": self._clock.now() if self._clock else 0.0, "step": self.step}
+        when = {"at_s": self.clock.now(), "step": self.step}
         amount = {"tokens": int(num_tokens), "trajectories": int(num_trajectories)}
         journal.insert(self.connection, "transfers", {**when, "debit": debit, "credit": credit, **amount, **of})
 
