@@ -26,7 +26,7 @@ from headrace.loop.checkpoint import Checkpoints
 from headrace.loop.groups import evaluate, samplings_of
 from headrace.loop.loop import Loop
 from headrace.loop.resume import resume as resume_loop
-from headrace.loop.self_check import NUM_SAMPLES, self_check, verdict
+from headrace.loop.self_check import NUM_SAMPLES, few_answers, verdict
 from headrace.loop.watchdog import Watchdog
 from headrace.measured import Row, Sample, stages_of
 from headrace.place.device import STEPS, memory_for
@@ -443,10 +443,10 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
     """The mismatch of engine and learner before the first step; the user is told if it is large."""
     if not place.config.loop.steps:
         return None
-    mismatch, prompts = place.ranks.mismatch, place.prompts.held_out
     heats = place.config.rollout.temperature[: 1 if place.config.learner.loss == "tba" else None]
     samplings = samplings_of(place.config, heats, NUM_SAMPLES)
-    found = await self_check(place.pool, mismatch, place.device, prompts, samplings)
+    answers = await few_answers(place.pool, place.prompts.held_out, samplings)
+    found = await place.device.run(place.ranks.mismatch, answers)
     told = verdict(found, place.facts.dtype, exact=place.config.model.exact)
     for text in filter(None, (told, place.facts.unchecked)):
         watcher.note(text)

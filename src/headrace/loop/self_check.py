@@ -14,7 +14,6 @@ import numpy as np
 from headrace.errors import ModelError
 from headrace.learner.mismatch import NEAR
 from headrace.measured import Mismatch
-from headrace.roles import Device
 from headrace.rollout.pool import RolloutPool
 from headrace.types import IntArray, Order, Prompt, Sampling, Trajectory
 
@@ -27,20 +26,11 @@ LARGE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.01, "bfloat16": 0.05}
 FAR = 0.2  # nats of mean |Δ| at which no run starts, in any precision: rounding is never this large
 
 
-async def self_check(
-    pool: RolloutPool,
-    mismatch: Callable[[Sequence[Trajectory]], Mismatch],
-    device: Device,
-    prompts: list[Prompt],
-    samplings: Sequence[Sampling],
-) -> Mismatch:
+async def few_answers(pool: RolloutPool, prompts: list[Prompt], samplings: list[Sampling]) -> list[Trajectory]:
+    """Short ones, to a few of the prompts: the small batch."""
     short = [replace(s, max_new_tokens=min(MAX_NEW_TOKENS, s.max_new_tokens)) for s in samplings]
-    answers = [
-        answer
-        for i, prompt in enumerate(prompts[:NUM_PROMPTS])
-        for answer in pool.start(Order.group(i, prompt, short, counted=False))
-    ]
-    return await device.run(mismatch, await asyncio.gather(*answers))
+    orders = [Order.group(i, prompt, short, counted=False) for i, prompt in enumerate(prompts[:NUM_PROMPTS])]
+    return await asyncio.gather(*(answer for order in orders for answer in pool.start(order)))
 
 
 def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
