@@ -438,11 +438,13 @@ class Process:
             "canary": SimpleNamespace(check=lambda version: None),
             "checkpoints": checkpoints,
         }
+        self.notes: list[str] = []
         self.loop = Loop(
             config,
             Stages(buffer=self.buffer, ledger=self.ledger, clock=self.ledger.clock, device=self.device, **stages),
+            on_row=lambda row: None,
+            on_note=lambda text: None,
         )
-        self.notes: list[str] = []
         self._mortal.num_left = num_statements
         self._run = self._events.create_task(self._live())
 

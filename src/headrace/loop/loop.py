@@ -35,12 +35,7 @@ class Loop:
     """One run of `config.loop.steps` steps. `on_row` gets each step's row, `on_note` warnings."""
 
     def __init__(
-        self,
-        config: Config,
-        stages: Stages,
-        *,
-        on_row: Callable[[Row], None] = lambda row: None,
-        on_note: Callable[[str], None] = lambda text: None,
+        self, config: Config, stages: Stages, on_row: Callable[[Row], None], on_note: Callable[[str], None]
     ) -> None:
         self.config, self.stages = config, stages
         self.on_row, self._on_note = on_row, on_note

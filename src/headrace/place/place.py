@@ -241,7 +241,7 @@ class Place:
             checkpoints=checkpoints,
             shares_memory=self._colocated and self._sending is not None,
         )
-        return Loop(config, stages, on_row=on_row, on_note=self._on_note)
+        return Loop(config, stages, on_row, self._on_note)
 
     async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
         """Supervised steps on worked examples. Calls `on_step(steps done, loss)`."""
