@@ -151,12 +151,12 @@ def exposed(times: StageTimes, placement: Placement) -> StageTimes:
     side, as in most systems. With more lag the slowest side sets the pace, and the sides are those
     of this system, whose learner goes on while its weights travel.
     """
-    for stage in STAGES:
-        seconds = getattr(times, stage)
+    taken_s = asdict(times)
+    for stage, seconds in taken_s.items():
         if not 0.0 <= seconds < math.inf:
             raise ConfigError(f"{SYMBOLS[stage]} is {seconds:g}; it must be a number of at least 0")
-    longest = max(_CHAINS[placement], key=lambda chain: sum(getattr(times, stage) for stage in chain))
-    return StageTimes(**{stage: getattr(times, stage) for stage in longest})
+    longest = max(_CHAINS[placement], key=lambda chain: sum(taken_s[stage] for stage in chain))
+    return StageTimes(**{stage: taken_s[stage] for stage in longest})
 
 
 def step_s(times: StageTimes, placement: Placement) -> float:
