@@ -11,7 +11,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -91,7 +90,7 @@ class Chat:
         self._dialect: tuple[type, str | None]
         self._calls = self._find_dialect()
         prompt, chat = self._render([QUESTION]), self._render([QUESTION], generation=False)
-        self._grammar = Grammar(tokenizer, source, prompt[len(commonprefix([prompt, chat])) :])
+        self._grammar = Grammar(tokenizer, source, prompt[_num_shared(prompt, chat) :])
 
     def first(self, messages: Messages, tools: Tools = None) -> list[int]:
         """The prompt: the chat and the beginning of an answer. Control tokens in messages are plain text."""
@@ -131,7 +130,7 @@ class Chat:
         # It is shown in another way than it was sampled: what follows its end is the same,
         # if the template shows the answer here as it does without a reply.
         before, alone = show(history, generation=False), show([*history, answer], generation=False)
-        shared = len(commonprefix([prompt, whole]))
+        shared = _num_shared(prompt, whole)
         if shared < len(before if prompt.startswith(before) else prompt):
             raise self._rewrites("it changes text before the answer", new)
         # a stop token that ends within what is shared belongs to the generation prompt
@@ -220,7 +219,7 @@ class Chat:
     def _said(self, history: Messages, answer: Message, tools: Tools, after: Messages = ()) -> str:
         """An answer as the template shows it, with its end, which may be the first token of the message `after` it."""
         alone = self._render([*history, answer], tools, generation=False)
-        said = alone[len(commonprefix([self._render(history, tools), alone])) :]
+        said = alone[_num_shared(self._render(history, tools), alone) :]
         if found := self._stop.search(said):
             return said[: found.end()]
         found = self._stop.search(self._render([*history, answer, *after], tools), len(alone)) if after else None
@@ -326,6 +325,10 @@ def _arguments(function: Mapping[str, Any], kind: type) -> Any:
     with suppress(ValueError):
         return json.loads(arguments) if kind is dict and isinstance(arguments, str) else arguments
     return arguments
+
+
+def _num_shared(a: str, b: str) -> int:
+    return next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
 
 
 def _unused_character(messages: Messages, tools: Tools) -> str:
