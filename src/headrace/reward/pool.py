@@ -62,10 +62,6 @@ class Job:
     due: float = 0.0  # loop time by which the worker must have replied
     suspect: bool = False  # was with a lost worker, among others: judged alone next
 
-    def finish(self, score: Score) -> None:
-        if not self.done.done():
-            self.done.set_result(score)
-
 
 class JudgeProcess:
     """One worker: a child process and the socket to it."""
@@ -364,7 +360,7 @@ class JudgePool:
             self._enqueue(left[num_in_progress:], first=True)
             for job in left[:num_in_progress]:
                 job.suspect = worker.mode != "single"
-                self._retry(job, score)
+                self._settle(job, score, again=True)
             return False
 
     def _book(self, worker: JudgeProcess, reply: dict[str, Any]) -> None:
@@ -376,14 +372,14 @@ class JudgePool:
         job, score = worker.going.pop(item), score_of(reply, worker.output())
         if worker.mode != "async":  # the next one in the chunk starts now
             worker.start_timing(list(worker.going.values())[:1])
-        if score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE):
-            self._retry(job, score)
-        else:
-            job.finish(score)
+        is_passing = score.failure in (DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE)
+        self._settle(job, score, again=is_passing)
 
-    def _retry(self, job: Job, score: Score) -> None:
-        if job.tries >= self._retries:
-            job.finish(score)
+    def _settle(self, job: Job, score: Score, *, again: bool) -> None:
+        """Try the job `again`, if it has tries left; else this is its score."""
+        if not again or job.tries >= self._retries:
+            if not job.done.done():  # the caller may have been cancelled
+                job.done.set_result(score)
             return
         job.tries += 1
         self.num_retried += 1
