@@ -3,10 +3,12 @@
     python benchmarks/engine.py --json docs/results/engine.json
     python benchmarks/engine.py --only decode-0.6b/headrace
     python benchmarks/engine.py --shapes 4b --sequences 4 --context 4096 --only decode-4b/headrace
+    python benchmarks/engine.py --shapes 4b --prefill 4x4096 64x8192 4x16384 --only prefill
     python benchmarks/engine.py --tiny                         # on a CPU, to see that it runs
 
-`decode`: steps of many sequences at one context. `job-equal`, `job-tail`: many prompts, from the first request to the
-last token, all answers of one length or of log-normal lengths. Everybody returns the log-probs of sampled tokens.
+`decode`: steps of many sequences at one context. `prefill`: so many prompts of so many tokens. `job-equal`, `job-tail`:
+many prompts, from the first request to the last token, all answers of one length or of log-normal lengths. Everybody
+returns the log-probs of sampled tokens.
 """
 
 from __future__ import annotations
@@ -102,9 +104,9 @@ class Bench:
     ceilings: Ceilings
     repeats: int
 
-    def engine(self, max_running: int, prefill: int) -> Engine:
+    def engine(self, max_running: int, prefill: int, longest: int = 8192) -> Engine:
         """With random weights; nothing but its limit ends an answer."""
-        model = random_model(self.shape, self.device, max_context=max(8192, self.sizes.limit))
+        model = random_model(self.shape, self.device, max_context=max(longest, self.sizes.limit))
         policy = Policy(model, word_tokenizer(self.shape.vocab, ends=False))
         assert not policy.eos_ids
         kv_tokens = kv_budget(policy, 0)
@@ -200,6 +202,36 @@ def _decode_result(bench: Bench, runs: list[dict[str, float]], rows: int) -> dic
         "share_of_limit": spread(shares),
         "peak_bytes": peak_bytes(bench.device),
     }
+
+
+# ---- reading prompts
+
+
+def prefill_headrace(bench: Bench, count: int, length: int) -> dict[str, Any]:
+    """From the first request to the last prompt's first token. Attention's own FLOPs are counted."""
+    engine = bench.engine(count, bench.sizes.decode_prefill, length + 1)
+    seconds = [_prefill_once(engine, bench, count, length, seed) for seed in range(1 + bench.repeats)][1:]
+    shape = bench.shape
+    attention = 2 * shape.layers * shape.heads * shape.head_size * length**2  # of what a causal mask leaves
+    flops = count * (2 * shape.body_weights * length + attention + 2 * shape.head_weights)
+    return {
+        "sequences": count,
+        "context": float(length),
+        "tokens_per_s": spread([count * length / s for s in seconds]),
+        "tflops": spread([flops / s / 1e12 for s in seconds]),
+        "share_of_limit": spread([flops / s / bench.ceilings.flops for s in seconds]),
+        "peak_bytes": peak_bytes(bench.device),
+    }
+
+
+def _prefill_once(engine: Engine, bench: Bench, count: int, length: int, seed: int) -> float:
+    prompts = bench.prompts(count, length, seed)
+    started = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        engine.submit(prompt, [Request(id=f"{seed}/{i}", sampling=Sampling(max_new_tokens=1), seed=i)])
+    while engine.has_work:
+        engine.advance()
+    return time.perf_counter() - started
 
 
 # ---- whole jobs
@@ -300,6 +332,8 @@ def parts(arguments: argparse.Namespace, ceilings: Ceilings) -> dict[str, Part]:
         found[f"decode-{name}/headrace"] = partial(decode_headrace, bench)
         found[f"decode-{name}/generate"] = partial(decode_generate, bench)
         found[f"decode-{name}/continuous-batching"] = partial(decode_continuous, bench)
+        for count, length in [(2, 24)] if arguments.tiny else arguments.prefill:
+            found[f"prefill-{name}-{count}x{length}/headrace"] = partial(prefill_headrace, bench, count, length)
         mean, fewer = round(sizes.lengths.mean), sizes.continuous_sequences
         tail = sizes.lengths.draw(sizes.prompts, seed=0)
         found[f"job-equal-{name}/headrace"] = partial(job_headrace, bench, [mean] * sizes.prompts)
@@ -331,11 +365,17 @@ def _cells(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def _prompts(text: str) -> tuple[int, int]:
+    count, _, length = text.partition("x")
+    return positive(count), positive(length)
+
+
 def main(given: list[str] | None = None) -> dict[str, Any]:
     parser = options(__doc__)
     parser.add_argument("--shapes", nargs="+", default=["0.6b", "1.7b"], choices=SHAPES)
     parser.add_argument("--sequences", type=positive, help="decoded at the same time")
     parser.add_argument("--context", type=positive, help="at which they are decoded")
+    parser.add_argument("--prefill", type=_prompts, nargs="+", default=[], help="prompts x tokens, as 4x4096")
     return run("engine", read(parser, given), parts, summary)
 
 

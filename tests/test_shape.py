@@ -22,28 +22,28 @@ MAX_README_LINES = 150
 MAX_FRONT_DOORS = 9
 MAX_WALKED_FILES = 30
 MAX_LONG_LINES = 0.05
-MAX_CORE_LINES, MAX_LENS_LINES = 21_217, 6_783  # together 28,000
+MAX_CORE_LINES, MAX_LENS_LINES = 21_253, 6_747  # together 28,000
 LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms, the core, wrote
 # Lines of each room.
 ROOMS = {
-    "(files)": 3_069,
-    "buffer": 349,
-    "episode": 1_301,
-    "kernels": 1_124,
-    "learner": 1_454,
-    "ledger": 1_352,
-    "loop": 1_542,
-    "place": 1_556,
-    "policy": 2_175,
-    "prompts": 686,
+    "(files)": 3_071,
+    "buffer": 336,
+    "episode": 1_299,
+    "kernels": 1_223,
+    "learner": 1_452,
+    "ledger": 1_346,
+    "loop": 1_527,
+    "place": 1_548,
+    "policy": 2_164,
+    "prompts": 703,
     "publish": 893,
-    "reward": 1_575,
-    "rollout": 2_838,
-    "serve": 1_303,
-    "cli": 1_172,
-    "dashboard": 1_795,
-    "insight": 2_801,
-    "runs": 1_015,
+    "reward": 1_561,
+    "rollout": 2_828,
+    "serve": 1_302,
+    "cli": 1_165,
+    "dashboard": 1_788,
+    "insight": 2_783,
+    "runs": 1_011,
 }
 CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic", "typer", "rich"}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("endless"),
 ]
+if torch.cuda.is_available():
+    from headrace.kernels.block import FEW, linear
 SHAPE = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 3072, "max_position_embeddings": 2048}
 EXPERTS = {"Qwen3Moe": {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4}}
 
@@ -51,6 +54,21 @@ def test_a_hundred_thousand_tokens_without_a_bit_of_difference(make_policy: Call
         difference = gaps(policy, found, num_per_pack)
         assert len(difference) >= 100_000
         assert difference.max() == 0.0
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("columns", "width"), [(4096, 1024), (1024, 3072), (1152, 896), (896, 4864), (2560, 2560)])
+def test_few_rows_are_multiplied_with_the_bits_of_many(
+    make_policy: Callable[..., Policy], columns: int, width: int, biased: bool
+):
+    on_cuda(make_policy, "Qwen3", True)  # cuBLAS does not split sums from now on
+    x, weight, bias = (torch.randn(n, width, device="cuda").bfloat16() for n in (8192, columns, columns))
+    matrix = SimpleNamespace(weight=weight, bias=bias[:, 0].contiguous() if biased else None)
+    with torch.inference_mode():
+        for gated in (False, True):
+            whole = linear(matrix, x, gated)
+            for rows in (1, 2, 7, 8, FEW, 17):
+                assert torch.equal(linear(matrix, x[:rows], gated), whole[:rows])
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ if RUNS:
         block_tokens,
         decode_attention,
     )
-    from headrace.kernels.block import Heads, add_norm, gate, rotate_and_store, rotate_heads
+    from headrace.kernels.block import FEW, Heads, add_norm, gate, linear, rotate_and_store, rotate_heads
     from headrace.kernels.softmax import draw_tokens, logits_gradient, token_logprobs, truncated
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -261,6 +262,23 @@ def test_gradient_of_gate() -> None:
     mine, copy = (noise(5, 2 * 1100).requires_grad_() for _ in range(2))
     g, u = copy.chunk(2, dim=1)
     assert_same_gradients([gate(mine)], [torch.nn.functional.silu(g) * u], [[mine], [copy]])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_of_few_rows(rows: int, gated: bool, biased: bool) -> None:
+    assert rows <= FEW
+    kind = torch.float16 if INTERPRETED else torch.bfloat16
+    x, weight = noise(rows, 300, dtype=kind), noise(2 * 52, 300, seed=1, dtype=kind)  # no multiples of a tile
+    matrix = SimpleNamespace(weight=weight, bias=noise(len(weight), seed=2, dtype=kind) if biased else None)
+    expected = torch.nn.functional.linear(x.float(), weight.float(), matrix.bias.float() if biased else None)
+    if gated:
+        g, u = expected.chunk(2, dim=1)
+        expected = torch.nn.functional.silu(g) * u
+    with torch.inference_mode():
+        found = linear(matrix, x, gated)
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=0.2)
 
 
 def turned(x: Tensor, weight: Tensor | None, angle: Tensor, size: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,3 +123,12 @@ def test_a_machine_that_cannot_is_refused(make_policy: Callable[..., Policy], mo
 def test_the_setting_reaches_the_policy(policy: Policy, tmp_path):
     policy.save(tmp_path)
     assert load_policy(ModelSection(path=str(tmp_path), device="cpu", exact=True)).exact
+
+
+def test_a_gpu_whose_few_rows_have_other_bits_goes_without_that_kernel(monkeypatch: pytest.MonkeyPatch):
+    kernels = SimpleNamespace(FEW=16)
+    monkeypatch.setattr(exact, "block", kernels)
+    exact.check_rows({"a product": (lambda x: x + (len(x) <= kernels.FEW), 8)}, torch.zeros(1))
+    assert kernels.FEW == 0
+    with pytest.raises(ModelError, match="a product of 1 tokens differs"):
+        exact.check_rows({"a product": (lambda x: x + len(x), 8)}, torch.zeros(1))

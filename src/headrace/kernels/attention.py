@@ -28,8 +28,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
+from headrace.kernels.block import await_last, early
+
 LOG2E = 1.4426950408889634
-SEGMENT = 512
+SEGMENT = 256
 TILE = 64
 BLOCK = 128  # query rows of one program: tokens times query heads per key/value head (GQA)
 QUERIES, KEYS = 64, 64  # tokens of a block in the two passes of the gradient
@@ -57,12 +59,12 @@ def decode_attention(
         q, keys, values, tables, lengths, out, partial, sums,
         scale * LOG2E, window, keys.stride(0), keys.stride(1), tables.stride(0), num_segments,
         J=num_kv_heads, GP=group, PAGE=page, TILE=TILE, SEGMENT=SEGMENT, ALONE=num_segments == 1, **shape,
-        num_warps=4, num_stages=3, enable_fp_fusion=False,
+        num_warps=4, num_stages=2, enable_fp_fusion=False, **early(n),
     )  # fmt: skip
     if num_segments > 1:
         _join[(n, num_heads)](
             partial, sums, lengths, out, window, num_segments, SEGMENT=SEGMENT, **shape,
-            num_warps=1, enable_fp_fusion=False,
+            num_warps=1, enable_fp_fusion=False, **early(n),
         )  # fmt: skip
     return out
 
@@ -189,41 +191,50 @@ def _part(block):
 
 
 @triton.jit
-def _sum_segment(
-    q, K, V, table, base, token_stride, page_stride, start, end, first, last, scale,
-    M: constexpr, D: constexpr, DP: constexpr, PAGE: constexpr, TILE: constexpr, PAGED: constexpr,
+def _nothing(M: constexpr, DP: constexpr):
+    """Output, sum and maximum of no keys."""
+    return tl.zeros([M, DP], tl.float32), tl.zeros([M], tl.float32), tl.full([M], float("-inf"), tl.float32)
+
+
+@triton.jit
+def _read(pointers, there, WHOLE: constexpr):
+    if WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=there, other=0.0)
+
+
+@triton.jit
+def _add_tile(
+    acc, total, highest, q, K, V, table, base, token_stride, page_stride, s, end, first, last, scale,
+    D: constexpr, DP: constexpr, PAGE: constexpr, TILE: constexpr, PAGED: constexpr, MASKED: constexpr,
 ):  # fmt: skip
-    """Online softmax over keys `start` to `end`; query m of `q` sees `first[m]` to `last[m]`."""
+    """Online softmax over TILE more keys from `s`; if MASKED up to `end`, and query m sees `first[m]` to `last[m]`."""
     d, t = tl.arange(0, DP), tl.arange(0, TILE)
-    highest = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, DP], tl.float32)
-    ones = tl.full([TILE, 16], 1.0, K.dtype.element_ty)
-    for s in range(start, end, TILE):
-        at = s + t
-        ahead = t[:, None] * token_stride
-        if PAGED:
-            if PAGE == 1:
-                place = base
-                ahead = tl.load(table + at, mask=at < end, other=0).to(tl.int64)[:, None] * page_stride
-            else:
-                place = base + tl.load(table + s // PAGE).to(tl.int64) * page_stride + s % PAGE * token_stride
+    at = s + t
+    ahead = t[:, None] * token_stride
+    if PAGED:
+        if PAGE == 1:
+            place = base
+            ahead = tl.load(table + at, mask=at < end, other=0).to(tl.int64)[:, None] * page_stride
         else:
-            place = base + tl.cast(s, tl.int64) * token_stride
-        there = (at < end)[:, None] & (d < D)[None, :]
-        k = tl.load(K + place + ahead + d[None, :], mask=there, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            place = base + tl.load(table + s // PAGE).to(tl.int64) * page_stride + s % PAGE * token_stride
+    else:
+        place = base + tl.cast(s, tl.int64) * token_stride
+    there, WHOLE = (at < end)[:, None] & (d < D)[None, :], not MASKED and D == DP
+    k = _read(K + place + ahead + d[None, :], there, WHOLE)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
         seen = (at[None, :] < last[:, None]) & (at[None, :] >= first[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # all keys so far were masked
-        shrink = tl.exp2(highest - level)
-        v = tl.load(V + place + ahead + d[None, :], mask=there, other=0.0)
-        p = tl.exp2(scores - level[:, None]).to(v.dtype)
-        total = total * shrink + tl.max(tl.dot(p, ones, input_precision="ieee"), 1)
-        acc = acc * shrink[:, None] + tl.dot(p, v, input_precision="ieee")
-        highest = higher
-    return acc, total, highest
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    level = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher  # of masked keys alone it is -inf
+    shrink = tl.exp2(highest - level)
+    v = _read(V + place + ahead + d[None, :], there, WHOLE)
+    p = tl.exp2(scores - level[:, None]).to(v.dtype)
+    ones = tl.full([TILE, 16], 1.0, v.dtype)
+    total = total * shrink + tl.max(tl.dot(p, ones, input_precision="ieee"), 1)
+    return acc * shrink[:, None] + tl.dot(p, v, input_precision="ieee"), total, higher
 
 
 @triton.jit
@@ -239,8 +250,9 @@ def _join_sums(total, highest, their_total, theirs):
 def _decode(
     Q, K, V, tables, lengths, out, partial, sums, scale, window, page_stride, head_stride, table_stride, num_segments,
     H: constexpr, J: constexpr, GP: constexpr, D: constexpr, DP: constexpr, PAGE: constexpr,
-    TILE: constexpr, SEGMENT: constexpr, ALONE: constexpr,
+    TILE: constexpr, SEGMENT: constexpr, ALONE: constexpr, EARLY: constexpr,
 ):  # fmt: skip
+    await_last(EARLY)
     row, head, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row)
     seen_from = tl.maximum(length - window, 0) if window > 0 else 0
@@ -254,11 +266,14 @@ def _decode(
         inside = (g < G)[:, None] & (d < D)[None, :]
         q = tl.load(Q + row * H * D + at, mask=inside, other=0.0)
         begin = tl.maximum(start, seen_from // TILE * TILE)
-        acc, total, highest = _sum_segment(
-            q, K, V, tables + row * table_stride, (head * head_stride).to(tl.int64), D, page_stride, begin, end,
-            tl.zeros([GP], tl.int32) + seen_from, tl.zeros([GP], tl.int32) + length, scale,
-            GP, D, DP, PAGE, TILE, True,
-        )  # fmt: skip
+        first, last = tl.zeros([GP], tl.int32) + seen_from, tl.zeros([GP], tl.int32) + length
+        table, base = tables + row * table_stride, (head * head_stride).to(tl.int64)
+        acc, total, highest = _nothing(GP, DP)
+        for s in range(begin, end, TILE):
+            acc, total, highest = _add_tile(
+                acc, total, highest, q, K, V, table, base, D, page_stride, s, end, first, last, scale,
+                D, DP, PAGE, TILE, True, True,
+            )  # fmt: skip
         if ALONE:
             tl.store(out + row * H * D + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
         else:
@@ -271,8 +286,9 @@ def _decode(
 @triton.jit
 def _join(
     partial, sums, lengths, out, window, num_segments, H: constexpr, D: constexpr, DP: constexpr,
-    SEGMENT: constexpr,
+    SEGMENT: constexpr, EARLY: constexpr,
 ):  # fmt: skip
+    await_last(EARLY)
     row, head = tl.program_id(0), tl.program_id(1)
     length = tl.load(lengths + row)
     first = tl.maximum(length - window, 0) if window > 0 else 0
@@ -314,18 +330,22 @@ def _blocks(
         table = tables + source * table_stride
     else:
         base += source.to(tl.int64) * token_stride
-    highest = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, DP], tl.float32)
-    for segment in range(begin_of_all // SEGMENT, tl.cdiv(end_of_all, SEGMENT)):
-        begin = tl.maximum(segment * SEGMENT, begin_of_all)
-        end = tl.minimum(end_of_all, segment * SEGMENT + SEGMENT)
-        more, their_total, theirs = _sum_segment(
-            q, K, V, table, base, token_stride, page_stride, begin, end, first, last, scale,
-            M, D, DP, PAGE, TILE, PAGED,
-        )  # fmt: skip
-        mine, yours, total, highest = _join_sums(total, highest, their_total, theirs)
-        acc = acc * mine[:, None] + more * yours[:, None]
+    acc, total, highest = _nothing(M, DP)
+    more, their_total, theirs = _nothing(M, DP)
+    clear = begin_of_all if window > 0 else (position + 1) // TILE * TILE  # before it, every query sees every key
+    for masked in tl.static_range(2):
+        # one loop over all segments: its loads never pause
+        for s in range(clear if masked else begin_of_all, end_of_all if masked else clear, TILE):
+            more, their_total, theirs = _add_tile(
+                more, their_total, theirs, q, K, V, table, base, token_stride, page_stride, s, end_of_all,
+                first, last, scale, D, DP, PAGE, TILE, PAGED, masked,
+            )  # fmt: skip
+            if (s + TILE) % SEGMENT == 0:
+                mine, yours, total, highest = _join_sums(total, highest, their_total, theirs)
+                acc = acc * mine[:, None] + more * yours[:, None]
+                more, their_total, theirs = _nothing(M, DP)
+    mine, yours, total, highest = _join_sums(total, highest, their_total, theirs)
+    acc = acc * mine[:, None] + more * yours[:, None]
     at = tokens[:, None] * H * D + heads[:, None] * D + d[None, :]
     tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
     natural = (highest + tl.log2(total)) * 0.6931471805599453

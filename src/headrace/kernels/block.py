@@ -1,4 +1,4 @@
-"""Fused kernels between a decoder's matmuls: residual + RMSNorm, QK-norm + RoPE, SwiGLU.
+"""Fused kernels between a decoder's matmuls: residual + RMSNorm, QK-norm + RoPE, SwiGLU; and its matmuls of few rows.
 
 Each has its own backward. All are batch-invariant: the bits of a row depend on that row alone. T
 tokens, E hidden size, H query heads, J key/value heads, D head size, F width of the gate, N = (H +
@@ -9,12 +9,80 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+FEW, SMALL = 16, 2**23  # rows, and numbers of the weight, of a matmul with a kernel of its own
+MOST_EARLY = 64  # rows for which a kernel starts early
 PROGRAMS = 512  # of a backward pass; each sums the weight's gradient over its share of the rows
+
+
+def early(rows: int) -> dict[str, bool]:
+    """Options of a kernel that starts before the last one has ended (programmatic dependent launch), for few rows."""
+    able = rows <= MOST_EARLY and torch.version.cuda and torch.cuda.is_available()
+    able = able and torch.cuda.get_device_capability() >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
+
+
+@triton.jit
+def await_last(EARLY: constexpr):
+    """Let the next kernel start, and wait for what the last one writes."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def linear(matrix: Any, x_TE: Tensor, gated: bool = False) -> Tensor:
+    """`F.linear` by the weight and bias of `matrix`; with `gated`, the gate of that.
+
+    cuBLAS takes longer to launch than to read a small matrix, and so few rows have a kernel of
+    their own. Its sums have the order of cuBLASLt's without split-K, bit for bit.
+    """
+    weight, bias, (rows, width) = matrix.weight, matrix.bias, x_TE.shape
+    if rows > FEW or weight.numel() > SMALL or x_TE.dtype.itemsize != 2 or torch.is_grad_enabled():
+        found = F.linear(x_TE, weight, bias)
+        return gate(found) if gated else found
+    columns = len(weight) // 2 if gated else len(weight)
+    out = x_TE.new_empty(rows, columns)
+    _few_rows[(triton.cdiv(columns, 8),)](
+        x_TE, weight, weight if bias is None else bias, out, rows, columns, width,
+        GATED=gated, BIASED=bias is not None, ROWS=FEW, N=8, K=256,
+        num_warps=1, num_stages=5, **early(rows),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _few_rows(
+    x, weight, bias, out, rows, columns, width, GATED: constexpr, BIASED: constexpr,
+    ROWS: constexpr, N: constexpr, K: constexpr, EARLY: constexpr,
+):  # fmt: skip
+    row, column, k = tl.arange(0, ROWS), tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, K)
+    own = weight + column[:, None].to(tl.int64) * width
+    acc, more = tl.zeros([ROWS, N], tl.float32), tl.zeros([ROWS, N], tl.float32)
+    await_last(EARLY)
+    for s in range(0, width, K):
+        inside = (s + k < width)[None, :]
+        a = tl.load(x + row[:, None] * width + (s + k)[None, :], mask=(row < rows)[:, None] & inside, other=0.0)
+        inside &= (column < columns)[:, None]
+        acc = tl.dot(a, tl.trans(tl.load(own + (s + k)[None, :], mask=inside, other=0.0)), acc)
+        if GATED:
+            upper = own + columns.to(tl.int64) * width + (s + k)[None, :]
+            more = tl.dot(a, tl.trans(tl.load(upper, mask=inside, other=0.0)), more)
+    kind = out.dtype.element_ty
+    if BIASED:
+        acc += _load(bias + column, column < columns)[None, :]
+        if GATED:
+            more += _load(bias + columns + column, column < columns)[None, :]
+    if GATED:
+        g = acc.to(kind).to(tl.float32)
+        acc = g * tl.sigmoid(g) * more.to(kind).to(tl.float32)
+    at = row[:, None] * columns + column[None, :]
+    tl.store(out + at, acc.to(kind), mask=(row < rows)[:, None] & (column < columns)[None, :])
 
 
 def add_norm(x_TE: Tensor, update_TE: Tensor | None, weight_E: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -27,7 +95,7 @@ def add_norm(x_TE: Tensor, update_TE: Tensor | None, weight_E: Tensor, epsilon: 
     _add_norm_forward[(tokens,)](
         x_TE, x_TE if update_TE is None else update_TE.contiguous(), weight_E, total, normed,
         epsilon, width, ADD=update_TE is not None, WIDTH=triton.next_power_of_2(width),
-        num_warps=4 if width <= 2048 else 8,
+        num_warps=4 if width <= 2048 else 8, **early(tokens),
     )  # fmt: skip
     return total, normed
 
@@ -62,7 +130,10 @@ def _load(pointer, mask):
 
 
 @triton.jit
-def _add_norm_forward(x, update, weight, total, normed, epsilon, width, ADD: constexpr, WIDTH: constexpr):
+def _add_norm_forward(
+    x, update, weight, total, normed, epsilon, width, ADD: constexpr, WIDTH: constexpr, EARLY: constexpr
+):
+    await_last(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, WIDTH)
     inside = at < width
@@ -191,7 +262,7 @@ def rotate_and_store(
     strides = keys.stride(0), keys.stride(2), keys.stride(1)
     _rotate[(len(qkv_TN),)](
         qkv_TN, q_norm, k_norm, cos_TD, sin_TD, slots_T, queries, keys, values, *strides,
-        heads.epsilon, PAGE=keys.shape[2], **heads.sizes, num_warps=4, enable_fp_fusion=False,
+        heads.epsilon, PAGE=keys.shape[2], **heads.sizes, num_warps=4, enable_fp_fusion=False, **early(len(qkv_TN)),
     )  # fmt: skip
     return queries
 
@@ -238,7 +309,9 @@ class _RotateHeads(torch.autograd.Function):
 def _rotate(
     qkv, q_norm, k_norm, cos, sin, slots, queries, K, V, page_stride, token_stride, head_stride, epsilon,
     H: constexpr, J: constexpr, HALF: constexpr, HP: constexpr, PAGE: constexpr, NORM: constexpr,
+    EARLY: constexpr,
 ):  # fmt: skip
+    await_last(EARLY)
     token = tl.program_id(0).to(tl.int64)
     D: tl.constexpr = 2 * HALF
     kind = queries.dtype.element_ty

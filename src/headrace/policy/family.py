@@ -222,16 +222,16 @@ class FamilyBody:
         attention, before, after = layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm
         where = attention.layer_idx, attention.scaling, self._window(attention)
         x, h = block.add_norm(x, update, before.weight, before.variance_epsilon)
-        qkv = joined.qkv(h)
+        qkv = block.linear(joined.qkv, h)
         if hasattr(plan, "rotate_and_attend"):
             out = plan.rotate_and_attend(where[0], qkv, joined.heads, cos, sin, *where[1:])
         else:
             out = plan.attend(where[0], *block.rotate_heads(qkv, joined.heads, cos, sin), *where[1:])
-        out = attention.o_proj(out.flatten(1))
+        out = block.linear(attention.o_proj, out.flatten(1))
         x, h = block.add_norm(x, out, after.weight, after.variance_epsilon)
         if joined.gate_up is None:
             return x, self._mixture(layer.mlp, h)
-        return x, layer.mlp.down_proj(block.gate(joined.gate_up(h)))
+        return x, block.linear(layer.mlp.down_proj, block.linear(joined.gate_up, h, gated=True))
 
     def _angles(self, x: Tensor, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin `[T, D]` of the positions (RoPE); on a GPU looked up in a table."""
@@ -254,15 +254,15 @@ class FamilyBody:
         """Every GEMM of the layers, one of each shape: name -> function, width of its input."""
         found: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {}
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
-            linears: dict[str, Any] = {"the attention's input": joined.qkv}
-            linears["the attention's output"] = layer.self_attn.o_proj
+            matrices: dict[str, Any] = {"the attention's input": joined.qkv}
+            matrices["the attention's output"] = layer.self_attn.o_proj
             if joined.gate_up is None:
                 found["the experts"] = partial(self._mixture, layer.mlp), joined.qkv.weight.shape[1]
             else:
-                linears |= {"the gate": joined.gate_up, "the layer's output": layer.mlp.down_proj}
-            for name, linear in linears.items():
-                rows, width = linear.weight.shape
-                found[f"{name}, {rows} x {width}"] = linear, width
+                matrices |= {"the gate": joined.gate_up, "the layer's output": layer.mlp.down_proj}
+            for name, matrix in matrices.items():
+                rows, width = matrix.weight.shape
+                found[f"{name}, {rows} x {width}"] = partial(block.linear, matrix, gated=name == "the gate"), width
         return found
 
     def _window(self, attention: Any) -> int:
