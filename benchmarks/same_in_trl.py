@@ -115,8 +115,8 @@ def settings(config: Config) -> dict[str, Any]:
         "adam_beta2": learner.betas[1],
         "weight_decay": learner.weight_decay,
         "max_grad_norm": learner.grad_clip,
-        "epsilon": learner.clip_low,
-        "epsilon_high": learner.clip_high,
+        "epsilon": learner.clip[0],
+        "epsilon_high": learner.clip[1],
     }
 
 

@@ -316,6 +316,8 @@ OLDER = """
 [learner]
 beta1 = 0.8
 beta2 = 0.95
+clip_low = 0.1
+clip_high = 0.3
 correction_low = 0.25
 correction_high = 4.0
 [prompts]
@@ -332,6 +334,7 @@ bucket_mb = 32
 def test_the_settings_of_a_run_of_an_older_release_are_understood(toml):
     config = load_config(toml(OLDER), of_a_run=True)
     assert config.learner.betas == (0.8, 0.95)
+    assert config.learner.clip == (0.1, 0.3)
     assert config.learner.correction_limits == (0.25, 4.0)
     assert config.prompts.select == "in-order"
     assert config.buffer.drop == "overlong"

@@ -187,20 +187,39 @@ def test_a_ledger_that_is_deleted_while_the_run_writes_it_ends_the_run(workshop:
 
 def test_settings_that_were_edited_are_refused_unless_asked_for_and_then_booked(run: Path):
     text = (run / files.SETTINGS).read_text()
-    (run / files.SETTINGS).write_text(text.replace("clip_low = 0.2", "clip_low = 0.1"))
+    (run / files.SETTINGS).write_text(text.replace("grad_clip = 1.0", "grad_clip = 0.5"))
     before = content(run)
     with pytest.raises(RunError, match="has changed since step 2") as refused:
         headrace.resume(run, overrides=["loop.steps=3"])
-    assert "learner.clip_low was 0.2, and is 0.1" in str(refused.value)
-    assert f"headrace resume {run} learner.clip_low=0.1" in str(refused.value)
+    assert "learner.grad_clip was 1.0, and is 0.5" in str(refused.value)
+    assert f"headrace resume {run} learner.grad_clip=0.5" in str(refused.value)
     assert {**content(run), "ledger.sqlite": ""} == {**before, "ledger.sqlite": ""}
     assert len(rows_of(run)) == 2
-    headrace.resume(run, overrides=["loop.steps=3", "learner.clip_low=0.1"])
+    headrace.resume(run, overrides=["loop.steps=3", "learner.grad_clip=0.5"])
     with Ledger.open(run) as ledger:
         booked = {change.key: (change.step, change.before, change.after) for change in changes(ledger)}
-    assert booked == {"loop.steps": (2, "2", "3"), "learner.clip_low": (2, "0.2", "0.1")}
+    assert booked == {"loop.steps": (2, "2", "3"), "learner.grad_clip": (2, "1.0", "0.5")}
     shown = " ".join(command("show", run).output.split())
-    assert "2 learner.clip_low 0.2 0.1" in shown
+    assert "2 learner.grad_clip 1.0 0.5" in shown
+
+
+def test_supervised_steps_on_examples_of_the_users_own(workshop: Workshop, tmp_path: Path):
+    run, worked = tmp_path / "run", tmp_path / "worked.jsonl"
+    worked.write_text(json.dumps({"prompt": "1+1=", "completion": "2"}) + "\n")
+    losses: list[float] = []
+
+    class Losses(api.Watcher):
+        def progress(self, done: int, total: int, text: str) -> None:
+            losses.append(float(text.removeprefix("loss ")))
+
+    settings = [f"run.dir={run}", f"warmstart.source={worked}", "warmstart.lr=0.01", "loop.steps=1"]
+    with pytest.raises(ConfigError, match=r"warmstart.source needs warmstart.steps"):
+        workshop.config("any", *settings)
+    headrace.train(workshop.config("any", *settings, "warmstart.steps=20", reward="dense"), Losses())
+    assert losses[19] < 0.1 * losses[0]
+    worked.unlink()
+    headrace.resume(run, overrides=["loop.steps=2"])
+    assert len(rows_of(run)) == 2
 
 
 def test_reward_code_that_was_edited_is_refused_unless_asked_for(workshop: Workshop, tmp_path: Path):

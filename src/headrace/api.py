@@ -263,7 +263,7 @@ async def _train(
         await place.start_user_code()
         watchdog.start()
         past = place.ledger.rows() if place.ledger is not None else []
-        sinks = open_sinks(config.ledger, run_dir, config.model_dump(mode="json"), past)
+        sinks = open_sinks(config, run_dir, past)
         watcher.header(config, run_dir, _facts(place))
         if not resumed:
             await _warm_start(place, watcher)
@@ -354,10 +354,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"{path} could not be written: {error}. Once there is room, `headrace resume {path.parent}` "
-            "goes on from the last checkpoint"
-        ) from error
+        told = f"Once there is room, `headrace resume {path.parent}` goes on from the last checkpoint"
+        raise RunError(f"{path} could not be written: {error}. {told}") from error
 
 
 def _summary(loop: Loop, **told: Any) -> dict[str, Any]:

@@ -238,8 +238,9 @@ class LearnerSection(SettingsSection):
     aggregation: Literal["token", "sequence", "constant"] = setting(
         "token", "mean of the step's tokens, of its sequences' means, or sum over a constant length"
     )
-    clip_low: NonNegativeFloat = setting(0.2, "the ratio is clipped below 1 - clip_low")
-    clip_high: NonNegativeFloat = setting(0.28, "the ratio is clipped above 1 + clip_high")
+    clip: tuple[NonNegativeFloat, NonNegativeFloat] = setting(
+        (0.2, 0.28), "low and high: the ratio is clipped below 1 - low and above 1 + high"
+    )
     correction: Literal["none", "truncated", "masked"] = setting(
         "none", "importance weight proximal/behaviour: truncate it at a limit, or mask outside two limits"
     )
@@ -287,9 +288,10 @@ class LoopSection(SettingsSection):
 
 
 class WarmstartSection(SettingsSection):
-    """Supervised steps on worked examples before RL (records with a `worked` field)."""
+    """Supervised steps on worked examples before RL."""
 
     steps: NonNegativeInt = setting(0, "supervised optimizer steps; 0 is off")
+    source: Home = setting("", "their records, answers in `worked` or `completion`, or chats; empty: prompts.source")
     lr: PositiveFloat = setting(1e-3, "learning rate of the supervised steps", most=MOST)
     examples: PositiveInt = setting(64, "worked examples per supervised step", most=100_000)
 
@@ -381,10 +383,8 @@ class Config(SettingsSection):
 def _of_learning(config: Config) -> Iterator[str]:
     learner, samples = config.learner, config.rollout.samples
     if samples < 2 and learner.advantage in ("grpo", "dr-grpo", "rloo"):
-        yield (
-            f"rollout.samples = 1 and learner.advantage = '{learner.advantage}': "
-            "a group of one has no baseline; use at least 2 samples, 'reinforce++' or 'gae'"
-        )
+        told = "a group of one has no baseline; use at least 2 samples, 'reinforce++' or 'gae'"
+        yield f"rollout.samples = 1 and learner.advantage = '{learner.advantage}': {told}"
     if samples < 2 and "no_signal" in config.buffer.drop and learner.advantage != "gae":
         yield f"rollout.samples = 1 and buffer.drop = '{config.buffer.drop}': every group would be dropped"
     if learner.correction == "masked" and learner.correction_limits[0] >= learner.correction_limits[1]:
@@ -392,19 +392,15 @@ def _of_learning(config: Config) -> Iterator[str]:
     if config.reward.function == "regex" and not config.reward.pattern:
         yield "reward.function = 'regex' needs reward.pattern"
     if learner.kl_coef and learner.kl_in == "loss" and learner.kl_estimator == "k1":
-        yield ("learner.kl_in = 'loss' and learner.kl_estimator = 'k1': its gradient averages to zero; use k2 or k3")
+        yield "learner.kl_in = 'loss' and learner.kl_estimator = 'k1': its gradient averages to zero; use k2 or k3"
     if learner.lora_rank and config.model.exact:
-        yield (
-            f"learner.lora_rank = {learner.lora_rank} and model.exact = true: "
-            "adapters have no exact form; set one of them off"
-        )
+        told = "adapters have no exact form; set one of them off"
+        yield f"learner.lora_rank = {learner.lora_rank} and model.exact = true: {told}"
     if config.publish.encoding == "adapter" and not learner.lora_rank:
-        yield ("publish.encoding = 'adapter' and learner.lora_rank = 0: there are no adapters; use full or delta")
+        yield "publish.encoding = 'adapter' and learner.lora_rank = 0: there are no adapters; use full or delta"
     if learner.correction == "truncated" and learner.loss in ("cispo", "gspo"):
-        yield (
-            f"learner.correction = 'truncated' and learner.loss = '{learner.loss}': that loss bounds "
-            "its weight itself; use learner.correction = 'masked' or 'none'"
-        )
+        told = "that loss bounds its weight itself; use learner.correction = 'masked' or 'none'"
+        yield f"learner.correction = 'truncated' and learner.loss = '{learner.loss}': {told}"
 
 
 def _of_algorithms(config: Config) -> Iterator[str]:
@@ -446,6 +442,8 @@ def _of_generation(config: Config) -> Iterator[str]:
         yield 'rollout.stop has an empty text "", which would end every answer at its first token'
     if 0 < loop.eval_temperature < LEAST:
         yield f"loop.eval_temperature = {loop.eval_temperature}: use 0, which is greedy, or at least {LEAST}"
+    if config.warmstart.source and not config.warmstart.steps:
+        yield "warmstart.source needs warmstart.steps, the number of supervised steps"
     if loop.keep_best and not loop.eval_every:
         yield "loop.keep_best needs evaluations during training: set loop.eval_every"
     if rollout.on_wall == "park" and not rollout.max_wall_s:

@@ -22,7 +22,7 @@ from headrace.user_code import names_file, names_function
 
 COMMAND_LINE = "command line"
 NAME_FUNCTIONS = (*BUILT_IN, "reward.function", "episode.environment", "episode.agent")
-NAME_SOURCES = ("prompts.source", "prompts.eval_source")  # a file, or a function
+NAME_SOURCES = ("prompts.source", "prompts.eval_source", "warmstart.source")  # a file, or a function
 NAME_MODELS = ("model.path", "model.tokenizer", "learner.teacher")
 NAME_FILES = (*NAME_FUNCTIONS, *NAME_SOURCES, *NAME_MODELS)
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
@@ -35,6 +35,7 @@ SETTINGS: dict[str, FieldInfo] = {
 
 PAIRS = {
     "learner.betas": ("learner.beta1", "learner.beta2"),
+    "learner.clip": ("learner.clip_low", "learner.clip_high"),
     "learner.correction_limits": ("learner.correction_low", "learner.correction_high"),
 }
 GONE = ("buffer.min_share", "loop.eval_patience", "publish.bucket_mb", "reward.overlong_penalty")
@@ -129,7 +130,13 @@ def changed(config: Config) -> list[str]:
 
 
 def values(config: Config) -> dict[str, str]:
-    return {f"{s}.{key}": _toml_value(v) for s, section in config.model_dump().items() for key, v in section.items()}
+    """Without the keys of servers: they are shown, and put into model cards."""
+    sections = config.but(rollout={"command": without_keys(config.rollout.command)}).model_dump()
+    return {f"{name}.{key}": _toml_value(v) for name, section in sections.items() for key, v in section.items()}
+
+
+def without_keys(addresses: str) -> str:
+    return re.sub("//[^,@]*@", "//", addresses)
 
 
 def gpus_of(section: RolloutSection) -> int:

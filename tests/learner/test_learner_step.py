@@ -184,8 +184,8 @@ def sequence_loss(
             behaviour=behaviour,
             advantage=torch.full_like(current, advantage),
             sequence_ids=same,
-            clip_low=s.clip_low,
-            clip_high=s.clip_high,
+            clip_low=s.clip[0],
+            clip_high=s.clip[1],
         )
     )
     carried = s.loss in CARRIES_WEIGHT

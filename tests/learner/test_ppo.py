@@ -119,12 +119,12 @@ def by_hand(policy: Policy, steps: list[list[Group]], s: LearnerSection) -> list
                 behaviour = torch.from_numpy(answers[i].logprobs[answers[i].sampled]).double()
                 about = proximal if s.loss == "decoupled-ppo" else behaviour
                 ratio = (current - about).exp()
-                bound = ratio.clamp(1 - s.clip_low, 1 + s.clip_high)
+                bound = ratio.clamp(1 - s.clip[0], 1 + s.clip[1])
                 terms = -torch.minimum(ratio * white[i], bound * white[i])
                 if s.loss == "decoupled-ppo":
                     terms = (proximal - behaviour).exp() * terms
                 mixed = s.value_coef * hidden + (1 - s.value_coef) * hidden.detach()
-                terms = terms + value_loss(head(mixed)[:, 0], start, returns, low=s.clip_low, high=s.clip_high)
+                terms = terms + value_loss(head(mixed)[:, 0], start, returns, low=s.clip[0], high=s.clip[1])
                 (terms.sum() / sum(len(white[j]) for j in chosen)).backward()
             for optimizer in optimizers:
                 parameters = optimizer.param_groups[0]["params"]

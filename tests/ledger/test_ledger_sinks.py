@@ -9,11 +9,15 @@ from dataclasses import fields
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from headrace.config import LedgerSection
+from headrace.config import Config, LedgerSection
 from headrace.errors import MissingExtraError
 from headrace.ledger.journal import row_from_json, row_to_json
 from headrace.ledger.sinks import open_sinks, scalars
 from headrace.measured import ROW_METRICS, Row, Sample
+
+
+def with_sinks(*names: str) -> Config:
+    return Config(ledger=LedgerSection(sinks=names))
 
 
 def test_scalars_of_a_row(make_row):
@@ -55,11 +59,11 @@ def test_a_number_that_an_older_ledger_lacks_reads_as_nan(make_row):
 
 
 def test_no_sinks_by_default(tmp_path):
-    assert open_sinks(LedgerSection(), tmp_path, {}) == []
+    assert open_sinks(Config(), tmp_path) == []
 
 
 def test_jsonl_has_complete_rows_at_once(tmp_path, make_row):
-    (sink,) = open_sinks(LedgerSection(sinks=("jsonl",)), tmp_path, {})
+    (sink,) = open_sinks(with_sinks("jsonl"), tmp_path)
     rows = [make_row(1, dropped_tokens={"stale": 2}), make_row(2, grad_norm=math.inf, score=0.5)]
     for row in rows:
         sink.row(row)
@@ -75,7 +79,7 @@ def test_jsonl_has_complete_rows_at_once(tmp_path, make_row):
 
 
 def test_tensorboard_file_is_read_back(tmp_path, make_row):
-    (sink,) = open_sinks(LedgerSection(sinks=("tensorboard",)), tmp_path, {"run": {"seed": 7}})
+    (sink,) = open_sinks(with_sinks("tensorboard").but(run={"seed": 7}), tmp_path)
     sink.row(make_row(1, reward_mean=0.5))
     sink.row(make_row(2, reward_mean=0.75, loss=math.nan))
     sink.sample(SAMPLE)
@@ -113,7 +117,7 @@ def test_wandb_gets_project_config_rows_and_samples(tmp_path, make_row, monkeypa
     monkeypatch.delitem(sys.modules, "headrace.ledger.sink_wandb", raising=False)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     for _ in range(2):  # as a run and its restart do
-        (sink,) = open_sinks(LedgerSection(sinks=("wandb",)), tmp_path, {"a": 1})
+        (sink,) = open_sinks(with_sinks("wandb").but(rollout={"command": "http://:KEY@a:8000"}), tmp_path)
         sink.sample(SAMPLE)
         sink.row(make_row(4))
         sink.close()
@@ -122,7 +126,8 @@ def test_wandb_gets_project_config_rows_and_samples(tmp_path, make_row, monkeypa
     where = {"project": "mine", "name": tmp_path.name, "dir": str(tmp_path), "id": id, "resume": "allow"}
     sample = "<pre>reward 0.5, dropped: no_signal\n\nprompt\n1+1=\n\nanswer\n&lt;b&gt;3</pre>"
     logged = [("log", 4, {"sample": sample}), ("log", 4, scalars(make_row(4)))]
-    assert calls == [("init", where | {"config": {"a": 1}}), *logged, ("finish",)] * 2
+    config = with_sinks("wandb").but(rollout={"command": "http://a:8000"}).model_dump(mode="json")
+    assert calls == [("init", where | {"config": config}), *logged, ("finish",)] * 2
 
 
 @pytest.mark.parametrize("library", ["wandb", "tensorboard"])
@@ -132,4 +137,4 @@ def test_a_missing_library_is_named_with_its_remedy(tmp_path, monkeypatch, libra
     monkeypatch.setitem(sys.modules, library, None)
     monkeypatch.delitem(sys.modules, f"headrace.ledger.sink_{library}", raising=False)
     with pytest.raises(MissingExtraError, match=rf"pip install -e '\.\[{library}\]'"):
-        open_sinks(LedgerSection(sinks=("jsonl", library)), tmp_path, {})
+        open_sinks(with_sinks("jsonl", library), tmp_path)

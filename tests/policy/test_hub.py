@@ -224,6 +224,10 @@ def test_a_model_card_says_what_was_trained_how_and_with_what_result(run: Path, 
     assert "    learner.lr=0.001\n" in card
     assert '    reward.function="rewards.py:dense"\n' in card
     assert str(run.parent) not in card  # directories of this machine are nobody's business
+    secret = ["rollout.engine=vllm", "rollout.command=http://:KEY1@a:8000,http://:KEY2@b:8000"]
+    told = model_card(load_config(None, [*secret, "learner.teacher=/home/me/teacher", "learner.kl_coef=1"]), {})
+    assert '    rollout.command="http://a:8000,http://b:8000"\n' in told
+    assert '    learner.teacher="teacher"\n' in told
     of_hub = load_config(None, [f"model.path={REPOSITORY}", "model.allow_download=true"])
     assert model_card(of_hub, {}).startswith(f"---\nbase_model: {REPOSITORY}\n")
 

@@ -129,8 +129,39 @@ def test_worked_examples_come_from_training_records(tmp_path, plain):
     assert prompts.state()["serial"] == 0
 
 
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "2+2=", "completion": "4"}, {("<s>user:2+2=<e><s>assistant:", "4")}),
+        (
+            {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "ho"}]},
+            {("<s>user:hi<e><s>assistant:", "ho")},
+        ),
+        (
+            {"messages": [{"role": "assistant" if x in "bd" else "user", "content": x} for x in "abcd"]},
+            {
+                ("<s>user:a<e><s>assistant:", "b"),
+                ("<s>user:a<e><s>assistant:b<e><s>user:c<e><s>assistant:", "d"),
+            },
+        ),
+    ],
+)
+def test_worked_examples_of_a_file_of_their_own(tmp_path, chat, record, expected):
+    prompts, path = numbered(tmp_path, 10), write(tmp_path / "worked.jsonl", [record] * 3)
+    section = PromptsSection(source=prompts, eval_count=3)
+    drawn = PromptStream(section, chat, 0, worked_source=path).worked(50, np.random.default_rng(0))
+    assert {(chat.decode(prompt.token_ids), solution) for prompt, solution in drawn} == expected
+
+
+def test_a_worked_file_with_a_record_that_has_no_answer_is_refused_at_once(tmp_path, chat):
+    records = [{"prompt": "a", "completion": "b"}, {"id": "odd", "prompt": "a", "answer": "b"}]
+    section = PromptsSection(source=numbered(tmp_path, 10), eval_count=3)
+    with pytest.raises(DataError, match=r"prompt 'odd' of warmstart.source has: answer, id, prompt"):
+        PromptStream(section, chat, 0, worked_source=write(tmp_path / "worked.jsonl", records))
+
+
 def test_no_worked_examples(tmp_path, plain):
-    with pytest.raises(DataError, match=r"warmstart\.steps needs records with a text \(or a chat\).*has: answer"):
+    with pytest.raises(DataError, match=r"warmstart\.steps needs records with an answer in .*has: answer, prompt"):
         stream(plain, source=numbered(tmp_path, 10)).worked(1, np.random.default_rng(0))
 
 

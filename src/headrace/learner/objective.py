@@ -53,7 +53,7 @@ def objective(
     """
     s, b, (current, unfiltered, *values) = section, batch, passed
     proximal = current.detach() if b.start is None else b.start[0]
-    given = LossInput(current, proximal, b.behaviour, b.advantage, b.sequence_ids, s.clip_low, s.clip_high)
+    given = LossInput(current, proximal, b.behaviour, b.advantage, b.sequence_ids, *s.clip)
     terms = (LOSSES.get(s.loss) or users_function("learner.loss", s.loss))(given)
     if not isinstance(terms, tuple) or [getattr(x, "shape", None) for x in terms] != [current.shape] * 2:
         raise ConfigError(f"learner.loss = '{s.loss}' must return LossTerms: two numbers for each token")
@@ -68,7 +68,7 @@ def objective(
             per_token = per_token + s.kl_coef * divergence
     critic = torch.zeros_like(proximal)
     if values and b.start is not None:
-        critic = value_loss(values[0], b.start[1], b.start[2], low=s.clip_low, high=s.clip_high)
+        critic = value_loss(values[0], b.start[1], b.start[2], low=s.clip[0], high=s.clip[1])
         per_token = per_token + critic
     kind, dtype = s.aggregation, per_token.dtype
     share = weights(kind, b.sequence_ids, constant_length=constant_length, dtype=dtype)

@@ -1,13 +1,13 @@
 """Where rows are exported besides the ledger: the sinks in `ledger.sinks`."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from headrace.config import LedgerSection
+from headrace.config import Config
+from headrace.config_file import without_keys
 from headrace.ledger.journal import row_to_json
 from headrace.measured import ROW_METRICS, STAGES, Row, Sample
 from headrace.roles import Sink
@@ -32,22 +32,21 @@ class JsonlSink(Sink):
         self._samples.close()
 
 
-def open_sinks(
-    section: LedgerSection, run_dir: Path, config_dict: Mapping[str, Any], past: Sequence[Row] = ()
-) -> list[Sink]:
-    """Open every sink in `section.sinks`, or none: if one fails, those already open are closed.
+def open_sinks(config: Config, run_dir: Path, past: Sequence[Row] = ()) -> list[Sink]:
+    """Open every sink in `ledger.sinks`, or none: if one fails, those already open are closed.
 
     `past` are the rows of a resumed run: rows.jsonl is written anew, the other sinks have them
     already.
     """
     opened: list[Sink] = []
+    settings = config.but(rollout={"command": without_keys(config.rollout.command)}).model_dump(mode="json")
     with ExitStack() as undo:
-        for name in section.sinks:
+        for name in config.ledger.sinks:
             kind: Callable[..., Sink] = JsonlSink
             if name != "jsonl":
                 module = load_optional(f"headrace.ledger.sink_{name}", name, name)
                 kind = getattr(module, f"{name.capitalize()}Sink")
-            opened.append(kind(run_dir, config_dict))
+            opened.append(kind(run_dir, settings))
             undo.callback(opened[-1].close)
             for row in past if name == "jsonl" else ():
                 opened[-1].row(row)

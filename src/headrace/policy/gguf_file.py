@@ -40,10 +40,9 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     elif rule not in AS_GPT2:
-        raise ModelError(
-            f"{path} splits text by the rule '{rule}', which Headrace does not know, so its tokens "
-            "would be wrong; set model.tokenizer to a directory with the model's original tokenizer"
-        )
+        told = f"the rule '{rule}', which Headrace does not know, so its tokens would be wrong"
+        helps = "set model.tokenizer to a directory with the model's original tokenizer"
+        raise ModelError(f"{path} splits text by {told}; {helps}")
     return tokenizer
 
 

@@ -14,12 +14,12 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from headrace import __version__
 from headrace.config import DEMOS, Config, ModelSection
-from headrace.config_file import changed, did_you_mean
+from headrace.config_file import NAME_FILES, changed, did_you_mean
 from headrace.errors import ModelError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # owner/name
 CARD, TEMPLATE = "README.md", Path(__file__).with_name("model_card.md")
-PATHS = ("model.tokenizer=", "prompts.source=", "prompts.eval_source=", "reward.function=", "buffer.filters=")
+PATHS = tuple(f"{key}=" for key in (*NAME_FILES, "buffer.filters"))
 DIRECTORY = r'[^"\s]*/'
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a model: no code, no other formats
 

@@ -202,10 +202,9 @@ class Policy:
             why = "a sharded policy does not compute with the batch-invariant kernels"
             raise not_exact(f" on a GPU needs learner.ranks = 1: {why}")
         if half is not on_gpu:
-            raise ModelError(
-                "model.exact = true needs model.dtype = 'float32' on a CPU and 'bfloat16' or 'float16' on a "
-                f"GPU; here it is '{str(self.dtype).removeprefix('torch.')}' on '{self.device.type}'"
-            )
+            needed = "model.dtype = 'float32' on a CPU and 'bfloat16' or 'float16' on a GPU"
+            here = f"'{str(self.dtype).removeprefix('torch.')}' on '{self.device.type}'"
+            raise ModelError(f"model.exact = true needs {needed}; here it is {here}")
         if on_gpu and not self._family.fits_kernels:
             given = f"the model's is {self._family.head_size}"
             raise not_exact(f" on a GPU needs Triton and a head size that is a power of two; {given}")

@@ -16,6 +16,7 @@ from headrace.errors import DataError
 from headrace.prompts.arithmetic import REWARD
 from headrace.prompts.select import Selection
 from headrace.prompts.source import open_source, prompt_key
+from headrace.roles import PromptSource
 from headrace.types import Known, Outcomes, Prompt
 from headrace.user_code import time_limit
 
@@ -51,10 +52,8 @@ class Renderer:
         if len(token_ids) > most:
             raise DataError(f"{has}, more than prompts.max_tokens = {most}")
         if len(token_ids) > room:
-            raise DataError(
-                f"{has}, but the model's context has room for {room} beside the answer; "
-                "lower rollout.max_new_tokens, or leave the prompt out"
-            )
+            told = f"the model's context has room for {room} beside the answer"
+            raise DataError(f"{has}, but {told}; lower rollout.max_new_tokens, or leave the prompt out")
         fields = {name: value for name, value in record.items() if name != key}
         ids = np.asarray(token_ids, np.int32)
         return Prompt(id=id, text=text, token_ids=ids, fields=fields, messages=tuple(messages))
@@ -111,20 +110,28 @@ class PromptStream:
     order that follows from `seed` and the epoch.
     """
 
-    def __init__(self, section: PromptsSection, tokenizer: Any, seed: int, *, room_tokens: int = 2**31) -> None:
+    def __init__(
+        self, section: PromptsSection, tokenizer: Any, seed: int, *, room_tokens: int = 2**31, worked_source: str = ""
+    ) -> None:
         self._section, self._seed = section, seed
         self._renderer = Renderer(tokenizer, section, room_tokens)
-        name, field = section.source, section.prompt_field
-        self._source = open_source(name, count=section.count, seed=seed, prompt_field=field)
+        name = section.source
+        opened = partial(open_source, count=section.count, seed=seed, prompt_field=section.prompt_field)
+        self._source = opened(name)
         self.default_reward = REWARD if name == "arithmetic" else "exact"
         held, total = 0 if section.eval_source else section.eval_count, len(self._source)
         if total <= held:
-            raise DataError(
-                f"{name} has {total} records and prompts.eval_count = {held} of them are held out, "
-                "which leaves none to train on; lower prompts.eval_count or set prompts.eval_source"
-            )
+            told = f"{name} has {total} records and prompts.eval_count = {held} of them are held out"
+            helps = "lower prompts.eval_count or set prompts.eval_source"
+            raise DataError(f"{told}, which leaves none to train on; {helps}")
         self.held_out = self._hold_out(total - held)  # at the end of the source
         self._train, self._fingerprint = self._check(total - held)
+        self._examples = self._source, self._train
+        if worked_source:
+            source = opened(worked_source, setting="warmstart.source")
+            self._examples = source, np.arange(len(source))
+            for i in range(len(source)):
+                self._solved(source, i, np.random.default_rng(0))
         self.num_train = len(self._train)
         self._serial = 0  # of the next draw
         self._selection: Selection | None = None
@@ -153,19 +160,29 @@ class PromptStream:
             self._selection.heed(outcomes(self._selection.awaited))
 
     def worked(self, n: int, rng: np.random.Generator) -> list[tuple[Prompt, Any]]:
-        """`n` training prompts, each with the solution in its field `worked`: a text, or a chat."""
-        examples = []
-        for i in rng.integers(len(self._train), size=n):
-            prompt = self._prompt(int(self._train[i]))
-            solution = prompt.fields.get("worked")
-            if not isinstance(solution, str | list) or not solution:
-                has = ", ".join(sorted(prompt.fields)) or "nothing but its prompt"
-                raise DataError(
-                    "warmstart.steps needs records with a text (or a chat) in the field 'worked'; prompt "
-                    f"'{prompt.id}' of {self._section.source} has: {has}"
-                )
-            examples.append((prompt, solution))
-        return examples
+        """`n` examples for supervised steps, each with its solution: a text, or a chat."""
+        source, places = self._examples
+        drawn = [self._solved(source, int(places[i]), rng) for i in rng.integers(len(places), size=n)]
+        return [(self._renderer.render(record, id), solution) for record, id, solution in drawn]
+
+    def _solved(self, source: PromptSource, i: int, rng: np.random.Generator) -> tuple[Mapping[str, Any], str, Any]:
+        """A record to answer, its id and the solution: `worked` or `completion`, or any one answer of a chat."""
+        record = source[i]
+        id, completion = _id(record, "train", i), record.get("completion")
+        key = prompt_key(record, self._section.prompt_field, f"prompt '{id}'")
+        solution = record.get("worked", None if isinstance(completion, list) else completion)
+        if solution is None and isinstance(record[key], list):
+            chat = [*record[key], *(completion or ())]
+            answers = [at for at, one in enumerate(chat) if isinstance(one, Mapping) and one.get("role") == "assistant"]
+            if answers:
+                at = answers[rng.integers(len(answers)) if len(answers) > 1 else 0]
+                record, solution = {**record, key: chat[:at]}, chat[at].get("content")
+        if not isinstance(solution, str | list) or not solution:
+            needed = "records with an answer in the field 'worked' or 'completion', or in a chat"
+            told = f"{self._section.source if source is self._source else 'warmstart.source'} has: "
+            told += ", ".join(sorted(map(str, record)))
+            raise DataError(f"warmstart.steps needs {needed}; prompt '{id}' of {told}")
+        return record, id, solution
 
     def state(self) -> dict[str, Any]:
         """JSON that `restore` continues from; with another `serial`, the state before that draw."""

@@ -82,10 +82,8 @@ class Engine:
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
         self.prompt_tokens = self.cached_tokens = 0  # of prompts, and of those served from cache
         if speculate and policy.exact and policy.device.type != "cuda":
-            raise ConfigError(
-                f"model.exact = true and rollout.speculate = {speculate}: speculative decoding on a "
-                "CPU is not batch-invariant; set rollout.speculate = 0"
-            )
+            told = "speculative decoding on a CPU is not batch-invariant; set rollout.speculate = 0"
+            raise ConfigError(f"model.exact = true and rollout.speculate = {speculate}: {told}")
         drafter = partial(Drafter, max_running=self.max_running, device=policy.device.type)
         self._drafter = drafter(speculate) if speculate else None
         self._rows = Rows((policy.routers.dtype, policy.routers.shape), cache(self._make_grammars))

@@ -24,11 +24,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from headrace.config import COMMANDS, MOST_TOP_K, RolloutSection
+from headrace.config_file import without_keys
 from headrace.errors import ConfigError, HeadraceError, ModelError, WorkerLostError
 from headrace.measured import EngineCounts
 from headrace.policy.policy import Policy
 from headrace.rollout.rows import Generation, Request, Rows, RowSequence, request_seed
-from headrace.rollout.server import LOOK_S, LOST, START_S, Launch, Server, ServerLostError, TheirServer, shown
+from headrace.rollout.server import LOOK_S, LOST, START_S, Launch, Server, ServerLostError, TheirServer
 from headrace.types import FinishReason, IntArray, RouteArray, Sampling, Trajectory
 
 HUNG_S = 300.0  # without a token, while answers are under way
@@ -122,7 +123,7 @@ class ServerEngine:
                 self.close()
                 if not isinstance(why, LOST):
                     raise
-                told = f"rollout.command: the server at {shown(address)} cannot be used"
+                told = f"rollout.command: the server at {without_keys(address)} cannot be used"
                 raise ConfigError(f"{told}, for weights in {self._shared}: {why}") from why
 
     def sampling_params(self, sampling: Sampling) -> dict[str, Any]:
@@ -348,7 +349,7 @@ class ServerEngine:
             told = f"{self._losses} {self.name} servers were lost, one after the other"
             raise WorkerLostError(f"{told}: {why}\n{last_lines}")
         if server.address:
-            self.notes.append(f"the server at {shown(server.address)} is left out until it can be used again ({why})")
+            self.notes.append(f"the server at {server.shown} is left out until it can be used again ({why})")
             self._left_s = time.monotonic()
             threading.Thread(target=self._await, args=(server.address,), daemon=True).start()
         else:
@@ -370,6 +371,6 @@ class ServerEngine:
     def _rejoin(self, server: Server) -> None:
         try:
             self._join(server)
-            self.notes.append(f"the server at {shown(server.address)} is used again")
+            self.notes.append(f"the server at {server.shown} is used again")
         except (*LOST, ModelError):
             threading.Thread(target=self._await, args=(server.address,), daemon=True).start()

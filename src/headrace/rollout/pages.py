@@ -72,10 +72,8 @@ class PageTables:
         num_own = num_pages(num_prompt) - num_full
         if self.pages.num_free < num_own + num_copies:
             if not self.rows and not self._prompts:
-                raise ConfigError(
-                    f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit: the "
-                    f"key/value cache has room for {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
-                )
+                told = f"the key/value cache has room for {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
+                raise ConfigError(f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit: {told}")
             return None
         self._opened += 1
         self.pages.share(kept[:num_full])
@@ -122,10 +120,8 @@ class PageTables:
                 held += self.pages.take(count)
             return True
         if steps == 1 and len(self.rows) == 1 and not self._prompts:
-            raise ConfigError(
-                f"an answer, with its prompt {int(lengths[0])} tokens long, fills the whole "
-                f"key/value cache of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
-            )
+            told = f"key/value cache of {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
+            raise ConfigError(f"an answer, with its prompt {int(lengths[0])} tokens long, fills the whole {told}")
         return False
 
     def remove(self, row: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from weakref import WeakSet
 
+from headrace.config_file import without_keys
 from headrace.errors import ConfigError, ModelError
 
 START_S = 900.0
@@ -51,7 +52,7 @@ class Launch:
 class Server:
     """One server process group, perhaps in place of another. Its directory has the model that it loads, and its log."""
 
-    is_up, address = False, ""
+    is_up, address, shown = False, "", ""
     num_asked, heard_s = 0, 0.0  # answers that it is asked for, and when it last said something of them
 
     def __init__(
@@ -148,11 +149,6 @@ class Server:
         os.close(self._alive)
 
 
-def shown(address: str) -> str:
-    """Without its key."""
-    return re.sub("//.*@", "//", address)
-
-
 class TheirServer(Server):
     """One that the user has started, at `http://host:port`, perhaps with `:key@` before the host."""
 
@@ -163,8 +159,8 @@ class TheirServer(Server):
         headers = {"Authorization": f"Bearer {unquote(url.password)}"} if url.password else {}
         directory.mkdir(parents=True, exist_ok=True)
         self._launch = replace(launch(directory), address=(url.hostname or "", url.port or 80), headers=headers)
-        self.address, self.directory, self._open = address, directory, WeakSet[socket.socket]()
-        self._closed = False
+        self.address, self.shown = address, without_keys(address)
+        self.directory, self._open, self._closed = directory, WeakSet[socket.socket](), False
 
     def wait_ready(self) -> None:
         if self._closed:
@@ -173,7 +169,7 @@ class TheirServer(Server):
             self.greet()
 
     def last_lines(self) -> str:
-        return f"it is the server at {shown(self.address)}"
+        return f"it is the server at {self.shown}"
 
     def close(self) -> None:
         """It goes on; what it is asked for ends, as its connection does."""
