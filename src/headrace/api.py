@@ -253,7 +253,7 @@ def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
 
 
 async def _train(
-    config: Config, run_dir: Path, watcher: Watcher, reward: Reward | None = None, *, resumed: bool = False
+    config: Config, run_dir: Path, watcher: Watcher, reward: Reward | None, *, resumed: bool
 ) -> dict[str, Any]:
     place = open_place(config, run_dir, resumed=resumed, on_note=watcher.note, reward=reward)
     sinks: list[Sink] = []
@@ -354,8 +354,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        told = f"Once there is room, `headrace resume {path.parent}` goes on from the last checkpoint"
-        raise RunError(f"{path} could not be written: {error}. {told}") from error
+        told = f"`headrace resume {path.parent}` goes on from the last checkpoint"
+        raise RunError(f"{path} could not be written: {error}. Once there is room, {told}") from error
 
 
 def _summary(loop: Loop, **told: Any) -> dict[str, Any]:

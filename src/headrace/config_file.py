@@ -22,7 +22,7 @@ from headrace.user_code import names_file, names_function
 
 COMMAND_LINE = "command line"
 NAME_FUNCTIONS = (*BUILT_IN, "reward.function", "episode.environment", "episode.agent")
-NAME_SOURCES = ("prompts.source", "prompts.eval_source", "warmstart.source")  # a file, or a function
+NAME_SOURCES = ("prompts.source", "prompts.eval_source", "warmstart.source")  # or a function
 NAME_MODELS = ("model.path", "model.tokenizer", "learner.teacher")
 NAME_FILES = (*NAME_FUNCTIONS, *NAME_SOURCES, *NAME_MODELS)
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file

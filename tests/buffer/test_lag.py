@@ -18,7 +18,7 @@ def admitted(
     policy: LagPolicy, *, version: int, committed: int, in_flight: int, buffered: int, wave_left: int, window: int
 ) -> int:
     capacity = policy.capacity(version=version, committed=committed)
-    return policy.admit(capacity, wave_left=wave_left, window_left=window - in_flight - buffered)
+    return policy.admit(capacity, wave_left=wave_left, free=window - in_flight - buffered)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ class LagPolicy:
         """
         return version * self.groups_per_step + self.most_ahead - committed
 
-    def admit(self, capacity: int, *, wave_left: int, window_left: int) -> int:
-        """Groups to start now, if the window of those in flight or buffered has room for `window_left` more.
+    def admit(self, capacity: int, *, wave_left: int, free: int) -> int:
+        """Groups to start now; the window of those in flight or buffered has `free` places.
 
         On-policy training (max_lag = 0) admits in waves: the replacement of a dropped group waits
         until every group in flight is scored. So the engine's batches depend on the data alone, not
@@ -55,7 +55,7 @@ class LagPolicy:
         """
         if self.max_lag == 0:
             return wave_left
-        return min(capacity, window_left)
+        return min(capacity, free)
 
     def wave(self, missing: int, *, begun: int, kept: int) -> int:
         """Groups that start together, so that about `missing` are kept, if as many are as `kept` of the last `begun`.
@@ -210,8 +210,8 @@ class Buffer:
                 capacity = self.policy.capacity(version=self.version, committed=self._committed)
                 if not self.in_flight:
                     self._wave_left = self.policy.wave(capacity, begun=sum(self._begun), kept=sum(self._kept))
-                window_left = self._window - len(self.in_flight) - len(self.buffered)
-                room = self.policy.admit(capacity, wave_left=self._wave_left, window_left=window_left)
+                free = self._window - len(self.in_flight) - len(self.buffered)
+                room = self.policy.admit(capacity, wave_left=self._wave_left, free=free)
                 if room > 0 and not self._held:
                     return room
                 await self._changed.wait()

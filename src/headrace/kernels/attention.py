@@ -197,19 +197,11 @@ def _nothing(M: constexpr, DP: constexpr):
 
 
 @triton.jit
-def _read(pointers, there, WHOLE: constexpr):
-    if WHOLE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=there, other=0.0)
-
-
-@triton.jit
 def _add_tile(
-    acc, total, highest, q, K, V, table, base, token_stride, page_stride, s, end, first, last, scale,
-    D: constexpr, DP: constexpr, PAGE: constexpr, TILE: constexpr, PAGED: constexpr, MASKED: constexpr,
+    acc, total, highest, q, K, V, table, base, token_stride, page_stride, s, end, first, last,
+    scale, D: constexpr, DP: constexpr, PAGE: constexpr, TILE: constexpr, PAGED: constexpr, MASKED: constexpr,
 ):  # fmt: skip
-    """Online softmax over TILE more keys from `s`; if MASKED up to `end`, and query m sees `first[m]` to `last[m]`."""
+    """Online softmax over TILE keys from `s`; MASKED: up to `end`, query m sees `first[m]` to `last[m]`."""
     d, t = tl.arange(0, DP), tl.arange(0, TILE)
     at = s + t
     ahead = t[:, None] * token_stride
@@ -218,19 +210,21 @@ def _add_tile(
             place = base
             ahead = tl.load(table + at, mask=at < end, other=0).to(tl.int64)[:, None] * page_stride
         else:
-            place = base + tl.load(table + s // PAGE).to(tl.int64) * page_stride + s % PAGE * token_stride
+            page = tl.load(table + s // PAGE).to(tl.int64)
+            place = base + page * page_stride + s % PAGE * token_stride
     else:
         place = base + tl.cast(s, tl.int64) * token_stride
-    there, WHOLE = (at < end)[:, None] & (d < D)[None, :], not MASKED and D == DP
-    k = _read(K + place + ahead + d[None, :], there, WHOLE)
+    there = (at < end)[:, None] & (d < D)[None, :] if MASKED or D < DP else None
+    other = 0.0 if MASKED or D < DP else None
+    k = tl.load(K + place + ahead + d[None, :], mask=there, other=other)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if MASKED:
         seen = (at[None, :] < last[:, None]) & (at[None, :] >= first[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(highest, tl.max(scores, 1))
-    level = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher  # of masked keys alone it is -inf
+    level = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher  # of no key -inf
     shrink = tl.exp2(highest - level)
-    v = _read(V + place + ahead + d[None, :], there, WHOLE)
+    v = tl.load(V + place + ahead + d[None, :], mask=there, other=other)
     p = tl.exp2(scores - level[:, None]).to(v.dtype)
     ones = tl.full([TILE, 16], 1.0, v.dtype)
     total = total * shrink + tl.max(tl.dot(p, ones, input_precision="ieee"), 1)
@@ -271,8 +265,8 @@ def _decode(
         acc, total, highest = _nothing(GP, DP)
         for s in range(begin, end, TILE):
             acc, total, highest = _add_tile(
-                acc, total, highest, q, K, V, table, base, D, page_stride, s, end, first, last, scale,
-                D, DP, PAGE, TILE, True, True,
+                acc, total, highest, q, K, V, table, base, D, page_stride, s, end, first, last,
+                scale, D, DP, PAGE, TILE, True, True,
             )  # fmt: skip
         if ALONE:
             tl.store(out + row * H * D + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -332,13 +326,13 @@ def _blocks(
         base += source.to(tl.int64) * token_stride
     acc, total, highest = _nothing(M, DP)
     more, their_total, theirs = _nothing(M, DP)
-    clear = begin_of_all if window > 0 else (position + 1) // TILE * TILE  # before it, every query sees every key
+    clear = begin_of_all if window > 0 else (position + 1) // TILE * TILE  # all see all before it
     for masked in tl.static_range(2):
         # one loop over all segments: its loads never pause
         for s in range(clear if masked else begin_of_all, end_of_all if masked else clear, TILE):
             more, their_total, theirs = _add_tile(
-                more, their_total, theirs, q, K, V, table, base, token_stride, page_stride, s, end_of_all,
-                first, last, scale, D, DP, PAGE, TILE, PAGED, masked,
+                more, their_total, theirs, q, K, V, table, base, token_stride, page_stride, s,
+                end_of_all, first, last, scale, D, DP, PAGE, TILE, PAGED, masked,
             )  # fmt: skip
             if (s + TILE) % SEGMENT == 0:
                 mine, yours, total, highest = _join_sums(total, highest, their_total, theirs)

@@ -1,4 +1,4 @@
-"""Fused kernels between a decoder's matmuls: residual + RMSNorm, QK-norm + RoPE, SwiGLU; and its matmuls of few rows.
+"""Fused kernels of a decoder: residual + RMSNorm, QK-norm + RoPE, SwiGLU; and matmuls of few rows.
 
 Each has its own backward. All are batch-invariant: the bits of a row depend on that row alone. T
 tokens, E hidden size, H query heads, J key/value heads, D head size, F width of the gate, N = (H +
@@ -22,7 +22,7 @@ PROGRAMS = 512  # of a backward pass; each sums the weight's gradient over its s
 
 
 def early(rows: int) -> dict[str, bool]:
-    """Options of a kernel that starts before the last one has ended (programmatic dependent launch), for few rows."""
+    """For few rows a kernel starts before the last one ends (programmatic dependent launch)."""
     able = rows <= MOST_EARLY and torch.version.cuda and torch.cuda.is_available()
     able = able and torch.cuda.get_device_capability() >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if able else {"EARLY": False}
@@ -131,7 +131,16 @@ def _load(pointer, mask):
 
 @triton.jit
 def _add_norm_forward(
-    x, update, weight, total, normed, epsilon, width, ADD: constexpr, WIDTH: constexpr, EARLY: constexpr
+    x,
+    update,
+    weight,
+    total,
+    normed,
+    epsilon,
+    width,
+    ADD: constexpr,
+    WIDTH: constexpr,
+    EARLY: constexpr,
 ):
     await_last(EARLY)
     row = tl.program_id(0).to(tl.int64) * width

@@ -246,9 +246,9 @@ class Loop:
         self._skipped = self._skipped + 1 if row.skipped else 0
         if row.skipped and self._skipped == min(SKIPPED_STEPS, self.config.loop.steps):
             raise StalledError(
-                f"the last {self._skipped} steps were skipped because their gradients were not finite: "
-                "training is stuck. Look at the rewards (very large ones overflow), lower learner.lr, "
-                "or set model.dtype=float32"
+                f"the last {self._skipped} steps were skipped because their gradients were not "
+                "finite: training is stuck. Look at the rewards (very large ones overflow), lower "
+                "learner.lr, or set model.dtype=float32"
             )
 
     async def redo(self, groups: list[Group]) -> StepStats:

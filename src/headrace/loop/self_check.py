@@ -29,7 +29,8 @@ FAR = 0.2  # nats of mean |Δ| at which no run starts, in any precision: roundin
 async def few_answers(pool: RolloutPool, prompts: list[Prompt], samplings: list[Sampling]) -> list[Trajectory]:
     """Short ones, to a few of the prompts: the small batch."""
     short = [replace(s, max_new_tokens=min(MAX_NEW_TOKENS, s.max_new_tokens)) for s in samplings]
-    orders = [Order.group(i, prompt, short, counted=False) for i, prompt in enumerate(prompts[:NUM_PROMPTS])]
+    asked = enumerate(prompts[:NUM_PROMPTS])
+    orders = [Order.group(i, prompt, short, counted=False) for i, prompt in asked]
     return await asyncio.gather(*(answer for order in orders for answer in pool.start(order)))
 
 
@@ -45,9 +46,9 @@ def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
     if not mismatch.mean_abs <= FAR:  # true for NaN
         raise ModelError(
             f"the run does not start: {distance}, and rounding explains at most "
-            f"{max(LARGE.values())}. Engine and learner compute different things for this model: every "
-            "gradient would be wrong. Try model.dtype=float32; if that does not help, choose another "
-            "model (model.path) and report this one"
+            f"{max(LARGE.values())}. Engine and learner compute different things for this model: "
+            "every gradient would be wrong. Try model.dtype=float32; if that does not help, choose "
+            "another model (model.path) and report this one"
         )
     if exact and mismatch.mean_abs:
         raise ModelError(
@@ -94,7 +95,7 @@ class Canary:
             if not difference <= (self._usual or 0.0) + LARGE[self.dtype]:  # true for NaN
                 raise ModelError(
                     f"after step {version} the engine gives a fixed prompt's next token the "
-                    f"log-prob {sampled_with:.4g}, and the learner {known[token]:.4g}: what is sampled "
-                    "with is not what is trained, or the weights are damaged. The run stops here, and "
-                    "nothing that was sampled with them is trained on"
+                    f"log-prob {sampled_with:.4g}, and the learner {known[token]:.4g}: what is "
+                    "sampled with is not what is trained, or the weights are damaged. The run stops "
+                    "here, and nothing that was sampled with them is trained on"
                 )

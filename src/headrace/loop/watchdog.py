@@ -129,7 +129,7 @@ def beside(work: Callable[..., R], *args: Any) -> asyncio.Future[R]:
 
 
 def background(work: Coroutine[Any, Any, R], *kept: set[asyncio.Task[Any]]) -> asyncio.Task[R]:
-    """Start `work`. Until it is done, its task is in the `kept` sets: asyncio has only weak references."""
+    """Start `work`. Until it is done, its task is in the `kept` sets: asyncio's references are weak."""
     task = asyncio.create_task(work)
     for tasks in kept:
         tasks.add(task)

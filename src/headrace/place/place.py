@@ -100,7 +100,7 @@ class Place:
         self._storing: asyncio.TimerHandle | None = None
         self._worked_chats: dict[str, asyncio.Task[Example]] = {}  # by prompt id
         given = config.prompts, self._tokenizer, config.run.seed
-        worked_source = "" if resumed else config.warmstart.source  # its steps are done before anything can be resumed
+        worked_source = "" if resumed else config.warmstart.source  # its steps are done by then
         self.prompts = PromptStream(*given, room_tokens=room_tokens, worked_source=worked_source)
         hosts = partial(RewardHosts, cluster, config.reward, on_note) if ends and config.reward.workers else None
         self.scorer = Scorer(
@@ -266,8 +266,8 @@ class Place:
             ids = self._tokenizer(solution, add_special_tokens=False)["input_ids"] + [self._tokenizer.eos_token_id]
             whole = np.concatenate([prompt.token_ids, np.array(ids, np.int32)])
             if len(whole) > self.facts.max_context:
-                told = f"has {len(whole)} tokens with its answer, and the model's context {self.facts.max_context}"
-                raise DataError(f"worked example '{prompt.id}' {told}")
+                told = f"with its answer, and the model's context {self.facts.max_context}"
+                raise DataError(f"worked example '{prompt.id}' has {len(whole)} tokens {told}")
             return whole, np.arange(len(whole)) >= len(prompt.token_ids)
         if self._player is None:
             needed = "which needs episode.environment or episode.agent"

@@ -281,10 +281,10 @@ def check_rows(products: Mapping[str, tuple[Callable[[Tensor], Tensor], int]], l
             raise not_exact(f" on a GPU is for sizes that {EVEN} divides, and {made}")
         for rows in FEW:
             same = torch.equal(work(x[:rows]), whole[:rows])
-            if not same and rows <= block.FEW:  # on this GPU cuBLAS has another order than our kernel
+            if not same and rows <= block.FEW:  # cuBLAS has another order than our kernel
                 block.FEW = 0
                 same = torch.equal(work(x[:rows]), whole[:rows])
             if not same:
                 told = f"here {name} of {rows} tokens differs from that of the same among {MANY}"
-                helps = f"Set {WORKSPACE}=1 in the environment of a new process, or model.exact = false"
-                raise ModelError(f"model.exact = true: {told}. {helps}")
+                helps = f"{WORKSPACE}=1 in the environment of a new process, or model.exact = false"
+                raise ModelError(f"model.exact = true: {told}. Set {helps}")

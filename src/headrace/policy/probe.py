@@ -45,7 +45,7 @@ def refuse_unsupported(model: Any) -> None:
         raise ModelError(f"{name} has no layers (num_hidden_layers in its config.json): there is nothing to train")
     kinds = RECURRENT.intersection(getattr(config, "layer_types", None) or ())
     if model._is_stateful or kinds or not getattr(config, "num_attention_heads", 0):
-        told = "Headrace runs models whose layers are all attention; choose another one (model.path)"
+        told = "Headrace runs models whose layers are all attention; choose another (model.path)"
         raise ModelError(f"{name} is a recurrent model (state-space, linear attention or convolution). {told}")
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if getattr(config, "kv_lora_rank", None) and kv_heads not in (None, heads):
@@ -61,15 +61,15 @@ def check_weights(policy: Policy) -> None:
         raise ModelError(f"the model has weights of type {', '.join(sorted(packed))}, which cannot be trained")
     vocab = policy.head_weight.shape[0]
     if len(policy.tokenizer) > vocab:
-        told = "they do not belong together; name the model's own with model.tokenizer"
-        raise ModelError(f"the tokenizer has {len(policy.tokenizer)} tokens, the model only {vocab}: {told}")
+        told = f"{vocab}: they do not belong together; name the model's own with model.tokenizer"
+        raise ModelError(f"the tokenizer has {len(policy.tokenizer)} tokens, the model only {told}")
     if getattr(policy.head, "bias", None) is not None:
         raise ModelError(f"{policy.name} has a bias on its output head, which is not supported")
     changing = [kind for rope in _ropes(policy) if (kind := rope.get("rope_type")) in ("dynamic", "longrope")]
     chunked = getattr(policy.config, "attention_chunk_size", None)
     if changing or chunked:
         what = f"'{changing[0]}' position embeddings" if changing else "chunked attention"
-        told = "what a token attends to would depend on how long the other sequences of its batch are"
+        told = "what a token attends to would depend on the length of others in its batch"
         raise ModelError(f"{policy.name} uses {what}: {told}")
 
 
@@ -171,8 +171,8 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
             why = f"{len(broken)} of the weights of {policy.name} hold NaN or infinity, such as {broken[0]}: "
         raise ModelError(why + ("the checkpoint is broken" if broken else "try another model.dtype"))
     if not gap.item() < TOLERANCE[policy.dtype]:
-        told = f"its log-probs differ by {gap.item():.2g} from ours {where}"
-        raise ModelError(f"{policy.name} computes something that Headrace's attention does not: {told}")
+        told = f"does not: its log-probs differ by {gap.item():.2g} from ours {where}"
+        raise ModelError(f"{policy.name} computes something that Headrace's attention {told}")
 
 
 def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
@@ -223,8 +223,8 @@ class _ProbePlan(PackedPlan):
         self.num_heads.add(q_THD.shape[1])
         key_size, value_size = k_TJD.shape[2], v_TJD.shape[2]
         if k_TJD.is_cuda and key_size != value_size:
-            told = "on a GPU both must be of one size; set model.device = 'cpu'"
-            raise ModelError(f"the model's keys have size {key_size}, its values {value_size}: {told}")
+            told = f"{value_size}: on a GPU both must be of one size; set model.device = 'cpu'"
+            raise ModelError(f"the model's keys have size {key_size}, its values {told}")
         self.kept[layer].append((k_TJD, v_TJD))
         return super().attend(layer, q_THD, k_TJD, v_TJD, *how)
 

@@ -103,8 +103,8 @@ class Routers:
         found = {m for layer in self._layers for m in layer.modules()}
         strays = [name for m in body.modules() if m not in found and (name := type(m).__name__).endswith(NAMES)]
         if strays:
-            told = "in a form that Headrace does not know: what it chooses could not be recorded"
-            raise ModelError(f"{type(body).__name__} seems to choose experts in {strays[0]}, {told}")
+            told = f"{strays[0]}, in a form that Headrace does not know: it could not be recorded"
+            raise ModelError(f"{type(body).__name__} seems to choose experts in {told}")
 
     @property
     def shape(self) -> tuple[int, int]:

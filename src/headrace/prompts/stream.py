@@ -52,8 +52,8 @@ class Renderer:
         if len(token_ids) > most:
             raise DataError(f"{has}, more than prompts.max_tokens = {most}")
         if len(token_ids) > room:
-            told = f"the model's context has room for {room} beside the answer"
-            raise DataError(f"{has}, but {told}; lower rollout.max_new_tokens, or leave the prompt out")
+            told = f"the model's context has room for {room} beside the answer; lower"
+            raise DataError(f"{has}, but {told} rollout.max_new_tokens, or leave the prompt out")
         fields = {name: value for name, value in record.items() if name != key}
         ids = np.asarray(token_ids, np.int32)
         return Prompt(id=id, text=text, token_ids=ids, fields=fields, messages=tuple(messages))
@@ -115,15 +115,15 @@ class PromptStream:
     ) -> None:
         self._section, self._seed = section, seed
         self._renderer = Renderer(tokenizer, section, room_tokens)
-        name = section.source
-        opened = partial(open_source, count=section.count, seed=seed, prompt_field=section.prompt_field)
+        name, field = section.source, section.prompt_field
+        opened = partial(open_source, count=section.count, seed=seed, prompt_field=field)
         self._source = opened(name)
         self.default_reward = REWARD if name == "arithmetic" else "exact"
         held, total = 0 if section.eval_source else section.eval_count, len(self._source)
         if total <= held:
-            told = f"{name} has {total} records and prompts.eval_count = {held} of them are held out"
+            told = f"prompts.eval_count = {held} of them are held out, which leaves none to train on"
             helps = "lower prompts.eval_count or set prompts.eval_source"
-            raise DataError(f"{told}, which leaves none to train on; {helps}")
+            raise DataError(f"{name} has {total} records and {told}; {helps}")
         self.held_out = self._hold_out(total - held)  # at the end of the source
         self._train, self._fingerprint = self._check(total - held)
         self._examples = self._source, self._train
@@ -162,11 +162,12 @@ class PromptStream:
     def worked(self, n: int, rng: np.random.Generator) -> list[tuple[Prompt, Any]]:
         """`n` examples for supervised steps, each with its solution: a text, or a chat."""
         source, places = self._examples
-        drawn = [self._solved(source, int(places[i]), rng) for i in rng.integers(len(places), size=n)]
+        at = places[rng.integers(len(places), size=n)]
+        drawn = [self._solved(source, int(i), rng) for i in at]
         return [(self._renderer.render(record, id), solution) for record, id, solution in drawn]
 
     def _solved(self, source: PromptSource, i: int, rng: np.random.Generator) -> tuple[Mapping[str, Any], str, Any]:
-        """A record to answer, its id and the solution: `worked` or `completion`, or any one answer of a chat."""
+        """A record, its id and the solution: `worked` or `completion`, or any one answer of a chat."""
         record = source[i]
         id, completion = _id(record, "train", i), record.get("completion")
         key = prompt_key(record, self._section.prompt_field, f"prompt '{id}'")

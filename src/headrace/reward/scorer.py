@@ -231,7 +231,7 @@ class VerdictCache:
 
 
 class TroubleNotes:
-    """Tells the first trouble at once, then at most every 30 s how much more there was of which kind."""
+    """Tells the first trouble at once, then at most every 30 s how much more there was, by kind."""
 
     def __init__(self, on_note: Callable[[str], None], timeout_s: float) -> None:
         self._on_note, self._timeout_s = on_note, timeout_s
@@ -247,7 +247,7 @@ class TroubleNotes:
             self.tell()
 
     def tell(self) -> None:
-        """Tell the rest, and pause if there was any. A pause outlives the scorer: then there is no rest."""
+        """Tell the rest, and pause if there was any. The last pause of a run finds none."""
         self._pauses = bool(self._untold)
         if not self._pauses:
             return
