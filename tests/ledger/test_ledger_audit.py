@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import gc
 import sqlite3
 from contextlib import closing
 
 import pytest
 
 from headrace.errors import RunError
+from headrace.ledger.digests import Digests
 from headrace.ledger.journal import row_to_json
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.runs.audit import audit, books
@@ -169,3 +171,20 @@ def test_the_books_for_printing(played_run):
         "run_ended": Amount(tokens=4, trajectories=1),
     }
     assert found.backlog_tokens == 0
+
+
+def test_a_process_that_dies_before_the_first_digest_leaves_clean_books(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Digests, "seal", die)
+        with pytest.raises(KeyboardInterrupt):
+            Ledger.create(tmp_path)
+    gc.collect()  # the connection that the "process" held
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection:
+        assert not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'digests'").fetchone()
+    Ledger.reopen(tmp_path).close()
+    with Ledger.open(tmp_path) as ledger:
+        assert ledger.read("SELECT COUNT(*) FROM digests") == [(1,)]
+    assert audit(tmp_path) == []

@@ -24,19 +24,21 @@ class Digests:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.noted: dict[Any, tuple[Any, ...]] = {}  # table, key and columns, by the first two; none if deleted
-        connection.execute(TABLE)
         connection.create_function("note", -1, lambda *row: self.noted.__setitem__(row[:2], row))
+        connection.execute("BEGIN IMMEDIATE")  # a process that dies leaves all of it, or nothing
+        connection.execute(TABLE)
+        is_new = connection.execute(LAST).fetchone() is None
         for table, key, columns in tables(connection):
             for event, row in (("INSERT", "NEW"), ("UPDATE", "NEW"), ("DELETE", "OLD")):
                 told = ", ".join(f"{row}.{column}" for column in columns if row == "NEW")
                 given = f"'{table}', {_named(key, f'{row}.')}{told and ', '}{told}"
                 trigger = f"TRIGGER note_{table}_{event} AFTER {event} ON {table}"
                 connection.execute(f"CREATE TEMP {trigger} BEGIN SELECT note({given}); END")
-        if connection.execute(LAST).fetchone() is None:  # what is there already
-            for table, key, columns in tables(connection):
+            if is_new:  # what is there already
                 given = f"'{table}', {_named(key)}, {', '.join(columns)}"
                 connection.execute(f"SELECT note({given}) FROM {table}").fetchall()
-            self.seal(connection, 0)
+        self.seal(connection, 0)
+        connection.execute("COMMIT")
 
     def seal(self, connection: sqlite3.Connection, step: int) -> None:
         """Store what was noted, in the transaction that it is about."""

@@ -29,8 +29,7 @@ FAR = 0.2  # nats of mean |Δ| at which no run starts, in any precision: roundin
 async def few_answers(pool: RolloutPool, prompts: list[Prompt], samplings: list[Sampling]) -> list[Trajectory]:
     """Short ones, to a few of the prompts: the small batch."""
     short = [replace(s, max_new_tokens=min(MAX_NEW_TOKENS, s.max_new_tokens)) for s in samplings]
-    asked = enumerate(prompts[:NUM_PROMPTS])
-    orders = [Order.group(i, prompt, short, counted=False) for i, prompt in asked]
+    orders = [Order.group(i, prompt, short, counted=False) for i, prompt in enumerate(prompts[:NUM_PROMPTS])]
     return await asyncio.gather(*(answer for order in orders for answer in pool.start(order)))
 
 
