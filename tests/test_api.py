@@ -185,7 +185,7 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path):
         ("prompts.eval_count=50", DataError, "leaves none to train on"),
         ("rollout.max_new_tokens=400", ConfigError, "the model's context is 256"),
         ('buffer.filters=["no_module:keep"]', ConfigError, "buffer.filters"),
-        ("warmstart.steps=3", DataError, "needs records with a text"),
+        ("warmstart.steps=3", DataError, "needs records with an answer"),
     ],
 )
 def test_mistakes_leave_the_directory_free(workshop: Workshop, override: str, error: type[Exception], message: str):
