@@ -160,6 +160,16 @@ def test_a_worked_file_with_a_record_that_has_no_answer_is_refused_at_once(tmp_p
         PromptStream(section, chat, 0, worked_source=write(tmp_path / "worked.jsonl", records))
 
 
+def test_a_worked_example_that_cannot_be_a_prompt_is_refused_at_once(tmp_path, chat):
+    path = write(tmp_path / "worked.jsonl", [{"messages": [{"role": "assistant", "content": "hi"}]}])
+    section = PromptsSection(source=numbered(tmp_path, 10), eval_count=3)
+    with pytest.raises(DataError, match=r"prompt 'warmstart-0' has no user message"):
+        PromptStream(section, chat, 0, worked_source=path)
+    path = write(tmp_path / "worked.jsonl", [{"prompt": "a" * 3000, "completion": "b"}])
+    with pytest.raises(DataError, match=r"prompt 'warmstart-0' has \d+ tokens, more than prompts.max_tokens = 1024"):
+        PromptStream(section, chat, 0, worked_source=path)
+
+
 def test_no_worked_examples(tmp_path, plain):
     with pytest.raises(DataError, match=r"warmstart\.steps needs records with an answer in .*has: answer, prompt"):
         stream(plain, source=numbered(tmp_path, 10)).worked(1, np.random.default_rng(0))

@@ -41,8 +41,7 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
         )
     elif rule not in AS_GPT2:
         told = f"the rule '{rule}', which Headrace does not know, so its tokens would be wrong"
-        helps = "set model.tokenizer to a directory with the model's original tokenizer"
-        raise ModelError(f"{path} splits text by {told}; {helps}")
+        raise ModelError(f"{path} splits text by {told}; set model.tokenizer to a directory with the original one")
     return tokenizer
 
 

@@ -184,9 +184,8 @@ def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
         raise ModelError(f"{name} asks for attention {often} times in one layer; the cache is made for one")
     shapes = {(*k.shape[1:], v.shape[2]) for ((k, v),) in plan.kept.values()}
     if len(shapes) > 1:
-        told = f"{', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
-        kinds = "different shapes (heads, key size, value size)"
-        raise ModelError(f"the layers of {name} have keys and values of {kinds}: {told}")
+        told = f"(heads, key size, value size): {', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
+        raise ModelError(f"the layers of {name} have keys and values of different shapes {told}")
     if len(plan.num_heads) > 1:
         heads = ", ".join(map(str, sorted(plan.num_heads)))
         told = f"have different numbers of attention heads ({heads}); Headrace needs one"

@@ -130,8 +130,9 @@ class PromptStream:
         if worked_source:
             source = opened(worked_source, setting="warmstart.source")
             self._examples = source, np.arange(len(source))
-            for i in range(len(source)):
-                self._solved(source, i, np.random.default_rng(0))
+            for record, id, _ in (self._solved(source, i, np.random.default_rng(0)) for i in range(len(source))):
+                if not self._renderer.surely_fits(record):
+                    self._renderer.render(record, id)
         self.num_train = len(self._train)
         self._serial = 0  # of the next draw
         self._selection: Selection | None = None
@@ -169,8 +170,9 @@ class PromptStream:
     def _solved(self, source: PromptSource, i: int, rng: np.random.Generator) -> tuple[Mapping[str, Any], str, Any]:
         """A record, its id and the solution: `worked` or `completion`, or any one answer of a chat."""
         record = source[i]
-        id, completion = _id(record, "train", i), record.get("completion")
+        id = _id(record, "train" if source is self._source else "warmstart", i)
         key = prompt_key(record, self._section.prompt_field, f"prompt '{id}'")
+        completion = record.get("completion")
         solution = record.get("worked", None if isinstance(completion, list) else completion)
         if solution is None and isinstance(record[key], list):
             chat = [*record[key], *(completion or ())]
@@ -180,9 +182,9 @@ class PromptStream:
                 record, solution = {**record, key: chat[:at]}, chat[at].get("content")
         if not isinstance(solution, str | list) or not solution:
             needed = "records with an answer in the field 'worked' or 'completion', or in a chat"
-            told = f"{self._section.source if source is self._source else 'warmstart.source'} has: "
-            told += ", ".join(sorted(map(str, record)))
-            raise DataError(f"warmstart.steps needs {needed}; prompt '{id}' of {told}")
+            name = self._section.source if source is self._source else "warmstart.source"
+            has = ", ".join(sorted(map(str, record)))
+            raise DataError(f"warmstart.steps needs {needed}; prompt '{id}' of {name} has: {has}")
         return record, id, solution
 
     def state(self) -> dict[str, Any]:

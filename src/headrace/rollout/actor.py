@@ -49,9 +49,9 @@ class RolloutActor:
         max_context, num_prompt = self.engine.policy.max_context, len(order.prompt.token_ids)
         num_new = max(s.max_new_tokens for s in order.samplings)
         if num_prompt + num_new > max_context:
-            told = f"{num_prompt} tokens and may get {num_new} new ones: more than the model's context"
+            told = f"has {num_prompt} tokens and may get {num_new} new ones: more than the model's context of"
             helps = "lower rollout.max_new_tokens or prompts.max_tokens"
-            raise DataError(f"prompt '{order.prompt.id}' has {told} of {max_context}; {helps}")
+            raise DataError(f"prompt '{order.prompt.id}' {told} {max_context}; {helps}")
         now_s, requests = self.clock(), []
         for i, (index, sampling) in enumerate(zip(order.indices, order.samplings, strict=True)):
             id = order.request_id(i)
