@@ -217,6 +217,13 @@ def test_groups_without_signal_are_dropped_and_replaced():
     assert {step.trained_tokens for step in run.steps} == {STEP_TOKENS}
 
 
+def test_answers_that_come_with_the_end_are_left_out_quietly(caplog: pytest.LogCaptureFixture):
+    work = replace(WORK, tokens=LogNormal(mean=20.0, cv=0.5), no_signal_share=0.85)
+    at_once = machine(decode_s=1e-11, rows_per_worker=256, colocated=True, reward_workers=1)
+    assert len(simulate(work, at_once, max_lag=0, steps=24).steps) == 24
+    assert not caplog.records
+
+
 def test_nothing_but_drops_ends_the_simulation_with_a_message():
     with pytest.raises(StalledError, match="no_signal"):
         simulate(replace(WORK, no_signal_share=0.999), machine(), max_lag=1, steps=10)

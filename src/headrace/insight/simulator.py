@@ -144,6 +144,7 @@ class _Simulation:
                 await asyncio.wait([learning])  # and the producer hears of the last step too
                 learning.result()  # or what kept it from its end
                 found = Simulated(self)
+                self._running.clear()
                 for task in endless:
                     task.cancel()
         except ExceptionGroup as several:
@@ -187,11 +188,11 @@ class _Simulation:
         self.scoring_s += seconds
         group.scored_s = max(group.scored_s, end_s)
         if not group.num_left:
-            self.loop.call_at(group.scored_s, lambda: self._tasks.create_task(self._put(group)))
+            self.loop.call_at(group.scored_s, lambda: self._put(group))
 
-    async def _put(self, group: _UnderWay) -> None:
-        if self._ended(group.serial) is not None:  # else it was aborted meanwhile
-            await self.buffer.put(self._group(group))
+    def _put(self, group: _UnderWay) -> None:
+        if self._ended(group.serial) is not None:  # else it was aborted meanwhile, or the run is over
+            self._tasks.create_task(self.buffer.put(self._group(group)))
 
     def _ended(self, serial: int) -> _UnderWay | None:
         group = self._running.pop(serial, None)

@@ -11,7 +11,6 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -70,8 +69,8 @@ class PagedStore(PageTables):
         most_pages = -(-(min(policy.max_context, kv_tokens) + MOST_STEPS) // PAGE)
         routes_shape, routes_dtype = policy.routers.shape, policy.routers.device_dtype
         with policy.device:
-            new_cache = partial(torch.zeros, cache_shape, dtype=policy.dtype)
-            self._cache = [(new_cache(), new_cache()) for _ in range(policy.num_layers)]
+            self._layers = torch.zeros(policy.num_layers, 2, *cache_shape, dtype=policy.dtype)
+            self._cache = [(keys, values) for keys, values in self._layers]
             self._page_table = torch.zeros(rows, most_pages, dtype=torch.int32)
             self._lengths = torch.ones(rows, dtype=torch.int32)
             self._tokens = torch.zeros(rows, dtype=torch.int64)
@@ -86,8 +85,8 @@ class PagedStore(PageTables):
         self._pool: Any = None
 
     def copy_page(self, source: int, targets: list[int]) -> None:
-        for cache in chain(*self._cache):
-            cache[targets] = cache[source].clone()
+        for target in targets:  # without waiting for the device
+            self._layers[:, :, target] = self._layers[:, :, source]
 
     def prefill(self, chunks: Sequence[Chunk], of_rows: bool = False) -> tuple[Tensor, RouteArray]:
         """Shared pages of rows are written once per row, with the same values."""
