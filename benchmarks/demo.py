@@ -84,7 +84,8 @@ class Flops:
         answers = run["generated_tokens"] / self.solution_tokens
         prompts = answers / settings["rollout"]["samples"]  # the answers to a prompt share its prefill
         generation = (run["generated_tokens"] + prompts * self.prompt_tokens) * self.forward
-        training = run["trained_tokens"] * sequence / self.solution_tokens * self.training
+        learning = self.training + (self.forward if settings["learner"].get("kl_coef") else 0.0)  # and the reference
+        training = run["trained_tokens"] * sequence / self.solution_tokens * learning
         evaluation = 2 * settings["prompts"]["eval_count"] * sequence * self.forward
         return (warm + generation + training + evaluation) / 1e12
 

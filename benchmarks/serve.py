@@ -125,7 +125,8 @@ def policy_of(size: str, device: str) -> Policy:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32)
     with torch.no_grad():  # no answer ends before its limit
         model.model.embed_tokens.weight[tokenizer.eos_token_id] = 0
     return Policy(model.eval(), tokenizer)

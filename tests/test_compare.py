@@ -77,7 +77,15 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], st
     directory = tmp_path_factory.mktemp("sweep")
     workshop = Workshop(directory)
     words = [word for word in workshop.overrides("x", reward="dense") if not word.startswith(("run.dir", "learner.lr"))]
-    words += ["learner.lr=0.001,0.00001", "run.seed=0,1", "--dir", str(directory / "runs"), "--at-once", "2"]
+    words += [
+        "learner.lr=0.001,0.00001",
+        "run.seed=0,1",
+        "run.dollars_per_hour=2",
+        "--dir",
+        str(directory / "runs"),
+        "--at-once",
+        "2",
+    ]
     result = headrace("sweep", *words)
     assert result.exit_code == 0, result.output
     return directory / "runs", words, result.output
@@ -104,27 +112,26 @@ def test_a_sweep_trains_with_every_combination_and_compares(
 def test_a_curve_ends_with_the_run_and_costs_what_was_spent(swept: tuple[Path, list[str], str]):
     run = swept[0] / "learner.lr=0.001,run.seed=0"
     rows, summary = rows_of(run), json.loads((run / "summary.json").read_text())
-    found = curve_of(run, Cost.TOKENS, 0.0)
+    found = curve_of(run, Cost.TOKENS)
     assert found.costs == (0.0, sum(row.generated_tokens for row in rows))
     assert found.scores == (summary["score_before"], summary["score_after"])
     hours = sum(row.wall_s for row in rows) / 3600
-    assert curve_of(run, Cost.DEVICE_HOURS, 9.0).costs[-1] == pytest.approx(hours)
-    assert curve_of(run, Cost.DOLLARS, 9.0).costs[-1] == pytest.approx(9 * hours)
+    assert curve_of(run, Cost.DEVICE_HOURS).costs[-1] == pytest.approx(hours)
+    assert curve_of(run, Cost.DOLLARS).costs[-1] == pytest.approx(2 * hours)
 
 
 def test_compare_for_programs(swept: tuple[Path, list[str], str]):
     runs = sorted(swept[0].iterdir())
-    told = json.loads(headrace("compare", *runs, "--at", "dollars", "--price", "2", "--json").output)
+    told = json.loads(headrace("compare", *runs, "--at", "dollars", "--json").output)
     assert told["at"] == "dollars"
     assert {tuple(side["seeds"]) for side in told["sides"]} == {("0", "1")}
-    assert "$" in headrace("compare", *runs[:2], "--at", "dollars", "--price", "2").output
+    assert "$" in headrace("compare", *runs[:2], "--at", "dollars").output
 
 
 def test_mistakes_are_told_before_anything_runs(swept: tuple[Path, list[str], str], tmp_path: Path):
     directory, words, _ = swept
     run = next(directory.iterdir())
     assert "two runs or more" in problem(headrace("compare", run, run))
-    assert "--price" in problem(headrace("compare", run, run, "--at", "dollars"))
     assert "which values are to be tried" in problem(headrace("sweep", "loop.steps=3"))
     assert "run.dir: a sweep names" in problem(headrace("sweep", "loop.steps=3,4", "run.dir=x"))
     wrong = headrace("sweep", "loop.steps=3,many", "--dir", tmp_path / "new")

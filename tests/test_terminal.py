@@ -25,6 +25,7 @@ SUMMARY: dict[str, Any] = {
     "trained_tokens": 229_000,
     "dropped_tokens": {"no_signal": 28_000, "stale": 1_600},
     "goodput_tokens_per_s": 2716.5,
+    "dollars": None,
     "mean_lag_seen": 0.625,
     "max_lag_seen": 1,
     "stage_s": {"rollout": 54.0, "reward": 6.1, "reference": 0.0, "train": 24.0, "publish": 0.6},
@@ -186,6 +187,16 @@ def test_summary_of_a_run_that_did_nothing():
     assert "(no steps)" in text()
     assert "held-out score  0.148" in text()
     assert "headrace audit elsewhere" in text()
+
+
+@pytest.mark.parametrize(("after", "rise"), [(0.836, ", +0.688 in the held-out score"), (None, "")])
+def test_a_price_makes_tokens_and_score_per_dollar(after: float | None, rise: str):
+    shown, output = terminal(120)
+    shown.summary(SUMMARY | {"dollars": 0.05, "score_after": after})
+    assert re.search(rf"cost +\$0.05: 4.58 M trained tokens per dollar{re.escape(rise)}\n", output())
+    unpriced, output = terminal()
+    unpriced.summary(SUMMARY)
+    assert "dollar" not in output()
 
 
 def test_books_that_do_not_balance_show():

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from headrace.config import Config
-from headrace.config_file import load_config, rooted
+from headrace.config_file import cost_of, load_config, num_devices, rooted
 from headrace.errors import LearnerLostError, RunError
 from headrace.ledger import files
 from headrace.ledger.database import FILE_NAME, claimed, is_complete
@@ -381,6 +381,8 @@ def _summary(loop: Loop, **told: Any) -> dict[str, Any]:
         "trained_tokens": books.trained.tokens,
         "dropped_tokens": {reason: a.tokens for reason, a in sorted(books.dropped.items())},
         "goodput_tokens_per_s": books.trained.tokens / loop_s if loop_s else 0.0,
+        "device_hours": num_devices(loop.config) * stages.clock.now() / 3600,
+        "dollars": cost_of(loop.config, stages.clock.now()),
         "mean_lag_seen": lags / max(1, books.trained.tokens),
         "max_lag_seen": max((row.lag_max for row in rows), default=0),
         "stage_s": stage_s,

@@ -66,6 +66,7 @@ class RunSection(SettingsSection):
     dir: Home = setting("", "directory for the files of the run; empty makes runs/<date-time>")
     seed: NonNegativeInt = setting(0, "all random choices follow from it", most=2**63 - 1)
     overwrite: bool = setting(False, "replace an earlier run in run.dir instead of refusing")
+    dollars_per_hour: NonNegativeFloat = setting(0.0, "price of a device; 0: not known")
 
 
 class ModelSection(SettingsSection):
@@ -339,9 +340,8 @@ class PlaceSection(SettingsSection):
     """Where the stages run."""
 
     cluster: Literal["local", "ray"] = setting(
-        "local", "every stage in this process (rewards beside it), or workers of a Ray cluster"
+        "local", "every stage in this process (rewards beside it), or on Ray (RAY_ADDRESS, or a new one)"
     )
-    address: Name = setting("", "Ray cluster; empty: RAY_ADDRESS, or a local one for this run")
     layout: Literal["disaggregated", "colocated"] = setting(
         "disaggregated", "on Ray: rollout and learner on devices of their own, or in turns on the same"
     )

@@ -38,7 +38,7 @@ PAIRS = {
     "learner.clip": ("learner.clip_low", "learner.clip_high"),
     "learner.correction_limits": ("learner.correction_low", "learner.correction_high"),
 }
-GONE = ("buffer.min_share", "loop.eval_patience", "publish.bucket_mb", "reward.overlong_penalty")
+GONE = ("buffer.min_share", "loop.eval_patience", "place.address", "publish.bucket_mb", "reward.overlong_penalty")
 
 
 class Explained(NamedTuple):
@@ -152,6 +152,11 @@ def num_devices(config: Config) -> int:
         return 1
     ranks = config.learner.ranks
     return ranks if config.place.layout == "colocated" else ranks + config.rollout.workers * gpus_of(config.rollout)
+
+
+def cost_of(config: Config, seconds: float) -> float | None:
+    """Dollars, if `run.dollars_per_hour` says what a device costs."""
+    return num_devices(config) * seconds / 3600 * config.run.dollars_per_hour or None
 
 
 # Reading

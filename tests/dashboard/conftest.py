@@ -24,7 +24,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 @pytest.fixture(scope="session")
 def real_run(workshop: Workshop) -> Path:
     """A finished run with lag, drops and held-out scores."""
-    settings = (f"loop.steps={STEPS}", "loop.max_lag=2", "loop.eval_every=2")
+    settings = (f"loop.steps={STEPS}", "loop.max_lag=2", "loop.eval_every=2", "run.dollars_per_hour=3600")
     api.train(workshop.config("runs/real", *settings))
     return workshop.directory / "runs" / "real"
 

@@ -68,7 +68,7 @@ class Server:
         env = {
             name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
         }  # NiceGUI looks for it
-        words = ["dash", str(root), "--port", str(self.port), "--dollars-per-hour", "2.5"]
+        words = ["dash", str(root), "--port", str(self.port)]
         command = [sys.executable, "-c", "from headrace.cli import app; app()", *words]
         self._log = (root.parent / "dash.log").open("w+")
         self.process = subprocess.Popen(command, env=env, stdout=self._log, stderr=subprocess.STDOUT)

@@ -159,6 +159,10 @@ def test_the_report_of_a_run_gives_advice_that_fits_it(tmp_path: Path) -> None:
     found = triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.GENERATION]))
     assert found.bottleneck is Bottleneck.GENERATION
     text = str(triage_report(found))
+    assert "per dollar" not in text
+    priced = found.reading.config.but(run={"dollars_per_hour": 3.6})
+    found.reading.config, per_s = priced, found.reading.goodput_tokens_per_s
+    assert f"{per_s:,.0f} trained tokens a second, {1000 * per_s:,.0f} per dollar" in str(triage_report(found))
     assert "Against rollout in general" in text
     assert "rollout.max_running" not in text
     gains = [move.gain for move in found.moves]

@@ -53,9 +53,7 @@ class LagPolicy:
         until every group in flight is scored. So the engine's batches depend on the data alone, not
         on how fast rewards arrive, and two runs with one seed are bit-identical.
         """
-        if self.max_lag == 0:
-            return wave_left
-        return min(capacity, free)
+        return wave_left if self.max_lag == 0 else min(capacity, free)
 
     def wave(self, missing: int, *, begun: int, kept: int) -> int:
         """Groups that start together, so that about `missing` are kept, if as many are as `kept` of the last `begun`.

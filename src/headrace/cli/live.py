@@ -26,7 +26,7 @@ from headrace.ledger.files import PLOT
 from headrace.ledger.ledger import Ledger
 from headrace.measured import Row, Sample, stages_of
 from headrace.roles import Watcher
-from headrace.runs.report import count, duration
+from headrace.runs.report import count, dollars, duration, short
 
 RECENT_ROWS = 10  # rates are over these, so that they follow the run without jumping
 PLAIN_LINES = 20  # for a whole run, about, where output is not a terminal
@@ -213,7 +213,11 @@ class LiveDisplay(Watcher):
             "took": duration(float(summary["wall_s"])),
             "kept in": run_dir,
         }
-        best, after = summary.get("best_score"), summary.get("score_after")
+        best, before, after = (summary.get(name) for name in ("best_score", "score_before", "score_after"))
+        if (cost := summary["dollars"]) is not None:
+            rise = "" if before is None or after is None else f", {after - before:+.3f} in the held-out score"
+            per_dollar = short(summary["trained_tokens"] / cost)
+            facts["cost"] = f"{dollars(cost)}: {per_dollar} trained tokens per dollar{rise}"
         if best is not None and (after is None or best > after):
             facts["best"] = f"held-out score {best:.3f} at step {summary['best_step']}"
         self.paper.section("run")

@@ -35,7 +35,6 @@ MOST_PROBLEMS = 3  # explained below the list of runs
 TOKEN_COLUMNS = 40  # characters for a token with its number, log-prob and version
 LONGEST_WORD = 14  # of a token's text, with its quotes
 At = Annotated[Cost, Option(help="what is to be equal")]
-Price = Annotated[float | None, Option(min=0.0, help="dollars that a device costs an hour")]
 
 
 @app.command()
@@ -88,22 +87,19 @@ def dash(
     ] = Path("runs"),
     port: Annotated[int, Option(min=1, max=65535, help="where the page is")] = 8080,
     host: Annotated[str, Option(help="who may connect; 0.0.0.0 lets everybody")] = "127.0.0.1",
-    dollars_per_hour: Annotated[float | None, Option(help="what the machines cost, to see what a run costs")] = None,
 ) -> None:
     """Show runs on a web page, also while they go on."""
-    serve(run, host=host, port=port, dollars_per_hour=dollars_per_hour)
+    serve(run, host=host, port=port)
 
 
 @app.command("compare")
 def compare_command(
     runs: Annotated[list[Path], Argument(metavar="RUN RUN ...", help="run directories")],
     at: At = Cost.TOKENS,
-    price: Price = None,
     as_json: Json = False,
 ) -> None:
     """Compare the held-out scores of runs at equal cost; runs that differ in their seeds alone count as one."""
-    _check(at, price)
-    report, cost, sides = compare(runs, at, price or 0.0)
+    report, cost, sides = compare(runs, at)
     if as_json:
         print(json.dumps(to_jsonable_python({"at": at, "cost": cost, "sides": sides}, inf_nan_mode="null")))
     else:
@@ -116,10 +112,8 @@ def sweep(
     directory: Annotated[Path, Option("--dir", help="where the runs are made")] = Path("runs/sweep"),
     at_once: Annotated[int, Option(min=1, help="runs side by side")] = 1,
     at: At = Cost.TOKENS,
-    price: Price = None,
 ) -> None:
     """Train with every combination of some values, and compare. Started again, it goes on where it was."""
-    _check(at, price)
     choices = [alternatives(word) for word in settings]
     several = [i for i, words in enumerate(choices) if len(words) > 1]
     if not several:
@@ -153,12 +147,7 @@ def sweep(
         told = f"{len(failed)} of {len(plans)} runs did not come to their end: {', '.join(failed)}"
         paper.paragraph(f"{told}. The same command goes on with them.", indent=0)
         raise Exit(1)
-    paper.report(compare(list(plans), at, price or 0.0)[0])
-
-
-def _check(at: Cost, price: float | None) -> None:
-    if at is Cost.DOLLARS and price is None:
-        raise ConfigError("--at dollars needs the price of a device: --price 2.5")
+    paper.report(compare(list(plans), at)[0])
 
 
 def alternatives(word: str) -> Sequence[str]:

@@ -154,8 +154,8 @@ class RunViews:
         self._curves(CARDS["ratio"], CARDS["weights"])
 
     def _lags(self) -> Drawn:
-        live = self._live
-        return charts.lag_bars(live.tally(books.LAGS), live.series().last_step, live.wanted_lag())
+        seen = Overview(self._live)
+        return charts.lag_bars(self._live.tally(books.LAGS), seen.series.last_step, seen.max_lag)
 
     def publish(self) -> None:
         self._look = page.look_controls()

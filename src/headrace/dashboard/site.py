@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
-from headrace.config_file import read_toml
+from headrace.config import Config
+from headrace.config_file import cost_of, read_toml
 from headrace.dashboard import books
 from headrace.errors import ConfigError, HeadraceError, RunError
 from headrace.insight.hardware import find_device, sized_shape
@@ -46,13 +47,13 @@ class Overview:
         with books.looking_into(live.path) as connection:
             self.elapsed_s = float(one(connection, books.ELAPSED))
         self.series, self.books = live.series(), books.read_accounts(live.path)
-        self.max_lag = live.wanted_lag()
-        self.dollars = None if live.price is None else self.elapsed_s / 3600 * live.price
+        config = live.config()
+        self.max_lag = None if config is None else config.loop.max_lag
+        self.dollars = None if config is None else cost_of(config, self.elapsed_s)
         trained = self.books.trained.tokens
         decided = trained + sum(amount.tokens for amount in self.books.dropped.values())
         self.lag_max = int(max((lag for _, lag in self.series.curve("lag_max") if lag), default=0))
         self.useful_share = trained / decided if decided else None  # of decided tokens
-        self.dollars_per_million = None if self.dollars is None or not trained else self.dollars / trained * 1e6
 
     def numbers(self, verdict: Triage | str) -> list[tuple[str, str, str]]:
         """Each with its name and what it means to newcomers; `verdict` may be why there is none."""
@@ -78,9 +79,8 @@ class Overview:
             ("Steps", f"{series.last_step:,}", f"of {facts.wanted_steps:,}; {state}"),
         ]
         if self.dollars is not None:
-            cost = self.dollars_per_million
-            says = f"{'-' if cost is None else dollars(cost)} per million trained tokens"
-            numbers.append(("Cost so far", dollars(self.dollars), says))
+            cost = self.dollars / max(1, self.books.trained.tokens) * 1e6
+            numbers.append(("Cost so far", dollars(self.dollars), f"{dollars(cost)} per million trained tokens"))
         if series.num_damaged:
             says = "rows of the ledger cannot be read and are left out"
             numbers.append(("Damaged", str(series.num_damaged), says))
@@ -90,8 +90,8 @@ class Overview:
 class LiveRun:
     """One run. Any thread may ask, and what has not changed is not read again."""
 
-    def __init__(self, run_dir: Path, dollars_per_hour: float | None = None) -> None:
-        self.path, self.name, self.price = run_dir, run_dir.name, dollars_per_hour
+    def __init__(self, run_dir: Path) -> None:
+        self.path, self.name = run_dir, run_dir.name
         self._lock = threading.Lock()
         self._series = books.Series()
         self._tallies: defaultdict[str, books.Tally] = defaultdict(books.Tally)
@@ -160,18 +160,18 @@ class LiveRun:
             self._triage, self._triaging = found, False
             self._next_triage_s = time.monotonic() + taken_s * (1 / TRIAGE_SHARE - 1)
 
-    def wanted_lag(self) -> float | None:
-        """`loop.max_lag` of the run; None where its settings cannot be read."""
+    def config(self) -> Config | None:
+        """None where its settings cannot be read."""
         with suppress(RunError, ConfigError, OSError):
-            return run_config(self.path).loop.max_lag
+            return run_config(self.path)
         return None
 
 
 class Site:
     """A directory of runs, or a single run, and nothing outside it."""
 
-    def __init__(self, root: Path, dollars_per_hour: float | None = None) -> None:
-        self.root, self._price = root.resolve(), dollars_per_hour
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
         self._runs: dict[str, LiveRun] = {}
         self._known: Known = {}
         self._reading = threading.Lock()
@@ -187,7 +187,7 @@ class Site:
         path = self.root if name == self.root.name and is_run(self.root) else self.root / name
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name or not path.is_dir():
             raise UnknownNameError(f"There is no run {name!r} in {self.root}.")
-        return self._runs.setdefault(name, LiveRun(path, self._price))
+        return self._runs.setdefault(name, LiveRun(path))
 
     def measured(self, name: str = "") -> LiveRun:
         """The run of that name; without one the only run, or the one that was written last."""
@@ -252,12 +252,10 @@ def address(*parts: str, **query: object) -> str:
     return f"{path}?{urlencode(given, doseq=True)}" if given else path
 
 
-def serve(root: Path, *, host: str, port: int, dollars_per_hour: float | None) -> None:
+def serve(root: Path, *, host: str, port: int) -> None:
     """Show the runs in `root`, or the one run that it is, until interrupted."""
     if not root.is_dir():
         raise RunError(f"there is no directory {root}; name a run, or the directory that your runs are in")
-    if dollars_per_hour is not None and dollars_per_hour < 0:
-        raise ConfigError(f"--dollars-per-hour is {dollars_per_hour:g}; a price is not below zero")
     try:  # say now what the server would say in a traceback
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -267,7 +265,7 @@ def serve(root: Path, *, host: str, port: int, dollars_per_hour: float | None) -
         why = error.strerror or error
         raise RunError(f"cannot listen on {host} port {port}: {why}. Choose another with --port") from error
     page = load_optional("headrace.dashboard.nicegui_pages", "nicegui", "dash")
-    page.serve(Site(root, dollars_per_hour), host=host, port=port, local=is_local(host))
+    page.serve(Site(root), host=host, port=port, local=is_local(host))
 
 
 def is_local(host: str) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from shlex import quote
 
+from headrace.config_file import cost_of
 from headrace.insight.planner import LayoutPlan, Question
 from headrace.insight.reading import Reading
 from headrace.insight.roofline import MemoryBill
@@ -37,18 +38,18 @@ def triage_report(found: Triage | TypedTriage) -> Report:
     else:
         reading, now_s, without = found.reading, found.simulated_s, found.without
         advice = advice_for(found.bottleneck, reading.config)
-        first, last = reading.measured_steps[0], reading.measured_steps[-1]
-        goodput = reading.goodput_tokens_per_s
+        known, goodput = reading.measured_steps, reading.goodput_tokens_per_s
         speed = f", {goodput:,.0f} trained tokens a second" if goodput else ""
-        title = f"{reading.run_dir}: steps {first} to {last}{speed}"
+        if goodput and (cost := cost_of(reading.config, 1.0)):
+            speed += f", {goodput / cost:,.0f} per dollar"
+        title = f"{reading.run_dir}: steps {known[0]} to {known[-1]}{speed}"
         costly = (name for name in without if now_s - without[name] > 0.01 * now_s)
         named = sorted(costly, key=lambda name: without[name] - now_s)
         listed = ", ".join(f"{seconds(without[name])} without {name}" for name in named)
         costs = listed or "as long without any one of them"
         signs.append(f"A step of {seconds(now_s)} would take {costs}.")
         measured = f"; measured are {seconds(reading.step_s.mean)}" if reading.step_s else ""
-        puts = f"It puts a step at {seconds(now_s)}{measured}."
-        basis.append(f"Predicted by a simulation with this run's speeds. {puts}")
+        basis.append(f"A simulation with this run's speeds, which puts a step at {seconds(now_s)}{measured}.")
         more = [
             Section(title="stage times", tables=(_stage_table(reading),)),
             Section(title="losses and health", sentences=(*_losses(reading), *_health(reading))),

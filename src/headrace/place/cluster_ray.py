@@ -113,8 +113,8 @@ class RayWorker:
 class RayCluster:
     """All workers of one run."""
 
-    def __init__(self, address: str = "") -> None:
-        address = address or os.environ.get("RAY_ADDRESS", "")
+    def __init__(self) -> None:
+        address = os.environ.get("RAY_ADDRESS", "")
         self._own = not ray.is_initialized()
         self.device = DeviceThread()  # here the run waits for workers
         self._workers: list[RayWorker] = []
@@ -133,7 +133,7 @@ class RayCluster:
                     runtime_env={"env_vars": {"PYTHONPATH": search}},
                 )
             except (ConnectionError, RuntimeError, ValueError) as error:
-                what = f"place.address = '{address}' cannot be reached"
+                what = f"RAY_ADDRESS = '{address}' cannot be reached"
                 raise ConfigError(f"{what if address else 'Ray cannot be started'}: {error}") from error
         self.num_nodes = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
         self.num_gpus = int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]

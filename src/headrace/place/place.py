@@ -383,7 +383,7 @@ def open_place(
         cluster, ends = InlineCluster(), None
     else:
         ray = load_optional("headrace.place.cluster_ray", "ray", "ray")
-        cluster = ray.RayCluster(config.place.address)
+        cluster = ray.RayCluster()
         ends = _ends(config, run_dir, "cuda" if _uses_gpus(config, cluster) else "cpu")
     try:
         return Place(config, run_dir, cluster, ends, resumed=resumed, on_note=on_note, reward=reward)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from headrace.config_file import num_devices, values
+from headrace.config_file import cost_of, num_devices, values
 from headrace.errors import RunError
-from headrace.ledger.files import run_config
+from headrace.ledger.files import SETTINGS, run_config
 from headrace.ledger.ledger import Ledger
 from headrace.runs.facts import RunState, read_run
 from headrace.runs.report import Report, Section, Table, dollars, short
@@ -60,11 +60,13 @@ class Side:
     reached: float  # the cost at which it has the lowest of the sides' last scores
 
 
-def curve_of(run_dir: Path, at: Cost, price: float) -> Curve:
+def curve_of(run_dir: Path, at: Cost) -> Curve:
     facts, config = read_run(run_dir).readable(), run_config(run_dir)
     with Ledger.open(run_dir) as ledger:
         rows = ledger.rows()
-    hourly = num_devices(config) / 3600 * (price if at is Cost.DOLLARS else 1.0)
+    hourly = cost_of(config, 1.0) if at is Cost.DOLLARS else num_devices(config) / 3600
+    if hourly is None:
+        raise RunError(f"{run_dir} does not say what a device costs: set run.dollars_per_hour, here in its {SETTINGS}")
     spent = np.cumsum([row.generated_tokens if at is Cost.TOKENS else row.wall_s * hourly for row in rows])
     points = [(0.0, facts.score_before), *zip(spent.tolist(), (row.score for row in rows), strict=True)]
     if rows and facts.state is RunState.FINISHED:
@@ -126,12 +128,12 @@ def _reached(group: Sequence[Curve], cost: float, level: float) -> float:
     return x + (y - x) * (level - low) / (high - low)
 
 
-def compare(run_dirs: Sequence[Path], at: Cost, price: float) -> tuple[Report, float, list[Side]]:
+def compare(run_dirs: Sequence[Path], at: Cost) -> tuple[Report, float, list[Side]]:
     """What to tell, the cost that all runs reached, and the sides at it."""
     found = {run_dir.resolve(): run_dir for run_dir in run_dirs}
     if len(found) < 2:
         raise RunError("comparing takes two runs or more")
-    curves = [curve_of(run_dir, at, price) for run_dir in found.values()]
+    curves = [curve_of(run_dir, at) for run_dir in found.values()]
     cost = min(curve.costs[-1] for curve in curves)
     if not cost > 0:
         raise RunError(f"not all of these runs cost anything yet, in {at}")
