@@ -340,7 +340,7 @@ class PlaceSection(SettingsSection):
     """Where the stages run."""
 
     cluster: Literal["local", "ray"] = setting(
-        "local", "every stage in this process (rewards beside it), or on Ray (RAY_ADDRESS, or a new one)"
+        "local", "every stage in this process (rewards beside it), or on Ray (RAY_ADDRESS or new)"
     )
     layout: Literal["disaggregated", "colocated"] = setting(
         "disaggregated", "on Ray: rollout and learner on devices of their own, or in turns on the same"

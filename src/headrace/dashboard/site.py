@@ -80,7 +80,7 @@ class Overview:
         ]
         if self.dollars is not None:
             cost = self.dollars / max(1, self.books.trained.tokens) * 1e6
-            numbers.append(("Cost so far", dollars(self.dollars), f"{dollars(cost)} per million trained tokens"))
+            numbers.append(("Cost so far", dollars(self.dollars), f"{dollars(cost)} a million trained tokens"))
         if series.num_damaged:
             says = "rows of the ledger cannot be read and are left out"
             numbers.append(("Damaged", str(series.num_damaged), says))

@@ -49,7 +49,7 @@ def triage_report(found: Triage | TypedTriage) -> Report:
         costs = listed or "as long without any one of them"
         signs.append(f"A step of {seconds(now_s)} would take {costs}.")
         measured = f"; measured are {seconds(reading.step_s.mean)}" if reading.step_s else ""
-        basis.append(f"A simulation with this run's speeds, which puts a step at {seconds(now_s)}{measured}.")
+        basis.append(f"Simulated with this run's speeds; that puts a step at {seconds(now_s)}{measured}.")
         more = [
             Section(title="stage times", tables=(_stage_table(reading),)),
             Section(title="losses and health", sentences=(*_losses(reading), *_health(reading))),

@@ -191,7 +191,7 @@ class _Simulation:
             self.loop.call_at(group.scored_s, lambda: self._put(group))
 
     def _put(self, group: _UnderWay) -> None:
-        if self._ended(group.serial) is not None:  # else it was aborted meanwhile, or the run is over
+        if self._ended(group.serial) is not None:  # else it was aborted, or all is over
             self._tasks.create_task(self.buffer.put(self._group(group)))
 
     def _ended(self, serial: int) -> _UnderWay | None:
