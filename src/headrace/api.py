@@ -316,7 +316,8 @@ async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -
     if loop.ending.early:
         watcher.note(f"training ends here: {loop.ending.early}")
     watcher.phase("evaluation after")
-    return _summary(loop, finished=True, stopped="", **before, score_after=await _score(place))
+    after = await _score(place) if loop.version else score  # without a step the policy is the same
+    return _summary(loop, finished=True, stopped="", **before, score_after=after)
 
 
 async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:

@@ -40,13 +40,13 @@ class ArithmeticSource:
 
 
 def work(left: int, right: int, slips: list[int]) -> str:
-    """Column by column from the right, then the sum. `slips[i]` is added to the sum of column i."""
+    """Column by column from the right, then the sum; each off by its slip, which changes no carry."""
     columns, digits, carry = [], "", 0
     for slip in slips:
-        total = max(0, left % 10 + right % 10 + carry + slip)
+        exact = left % 10 + right % 10 + carry
+        total = exact + (slip if (exact + slip) // 10 == exact // 10 else -slip)
         columns.append(f"{left % 10}+{right % 10}{'+1' if carry else ''}={total}")
-        digits = str(total % 10) + digits
-        carry = int(total >= 10)
+        carry, digits = total // 10, f"{total % 10}{digits}"
         left, right = left // 10, right // 10
         if not left and not right:
             break
