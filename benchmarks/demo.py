@@ -34,7 +34,7 @@ from headrace.api import Watcher, train
 from headrace.config_file import DEMO, load_config
 from headrace.measured import Row
 from headrace.policy.demo import build_demo
-from headrace.prompts.arithmetic import ArithmeticSource
+from headrace.recipes.arithmetic import tasks
 
 OUT = Path("docs/results/demo.json")
 BELOW, ABOVE = 0.45, 0.90  # the scores before and after, targets
@@ -95,7 +95,7 @@ def count_flops() -> Flops:
     with tempfile.TemporaryDirectory() as directory:
         build_demo(Path(directory), seed=0)
         model = AutoModelForCausalLM.from_pretrained(directory)
-    records = [ArithmeticSource(count=RECORDS, seed=0)[i] for i in range(RECORDS)]
+    records = tasks(count=RECORDS, seed=0)
     prompt = sum(len(record["prompt"]) for record in records) / RECORDS
     solution = sum(len(record["worked"]) + 1 for record in records) / RECORDS  # and the end token
     length = round(prompt + solution)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import api
-from headrace.config_file import load_config
+from headrace.config_file import DEMO, load_config
 from headrace.ledger.ledger import Ledger
 from headrace.measured import Row
 from headrace.place import place
@@ -64,6 +64,7 @@ def steps(directory: Path, seconds: float, lag: float) -> tuple[list[float], lis
         "run.dir": directory, "model.path": "demo", "place.cluster": "ray", "rollout.workers": 2, "loop.max_lag": lag,
         "loop.steps": STEPS, "loop.groups_per_step": 8, "rollout.samples": 4, "prompts.eval_count": 8,
         "rollout.max_new_tokens": 16, "model.threads": 1, "buffer.drop": "nothing",
+        "prompts.source": f"{DEMO.parent}/arithmetic.py:tasks", "reward.function": f"{DEMO.parent}/arithmetic.py:score",
     }  # fmt: skip
     listener = Listener()
     api.train(

@@ -8,7 +8,7 @@ import zlib
 from statistics import NormalDist
 from typing import Any
 
-from headrace.prompts.arithmetic import score as solved
+from headrace.recipes.arithmetic import score as solved
 
 MEDIAN_S, SIGMA = 0.6, 0.8
 LEAST_S, MOST_S = 0.2, 3.0

@@ -30,7 +30,6 @@ SHORT = [
     "model.device=cpu",
     "model.threads=1",
     "warmstart.steps=0",
-    "prompts.source=arithmetic",
     "prompts.eval_count=4",
     "rollout.samples=4",
     "rollout.max_new_tokens=16",

@@ -63,7 +63,7 @@ def main() -> None:
     texts = [tokenizer.decode(prompt.token_ids) for prompt in prompts]
     for text, prompt in zip(texts, prompts, strict=True):
         assert tokenizer(text)["input_ids"] == list(prompt.token_ids), "TRL would train on other tokens"
-    score = load_function(config.reward.function or stream.default_reward, "reward.function", RewardError)
+    score = load_function(config.reward.function, "reward.function", RewardError)
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(arguments.out / "rows.jsonl", arguments.tokens, arguments.seconds)
 

@@ -25,11 +25,12 @@ from headrace.api import Watcher, evaluate_run, train
 from headrace.config_file import DEMO, load_config
 from headrace.errors import StalledError
 from headrace.measured import Row
-from headrace.prompts.arithmetic import REWARD, ArithmeticSource
+from headrace.recipes.arithmetic import tasks
 
 EVERY = 10  # steps between evaluations
 NUM_MIXED, ONE_IN = 900, 3  # prompts, and how many of them have an answer that is wrong
-AT_THE_END = ("prompts.eval_source=arithmetic", "prompts.eval_count=2048")
+TASK = f"{DEMO.parent}/arithmetic.py"
+AT_THE_END = (f"prompts.eval_source={TASK}:tasks", "prompts.eval_count=2048")
 COMMON = ("loop.target_reward=10", "learner.schedule=constant", "model.threads=1")
 
 
@@ -55,12 +56,12 @@ def main() -> None:
 
 def mixed(path: Path) -> list[str]:
     """Settings for a data set in which one prompt in `ONE_IN` cannot be solved, and problems as they are held out."""
-    source = ArithmeticSource(count=NUM_MIXED, seed=99)
+    source = tasks(count=NUM_MIXED, seed=99)
     with path.open("w") as file:
         for i in range(NUM_MIXED):
             wrong = {"answer": f"1{source[i]['answer']}"} if i % ONE_IN == 0 else {}
             file.write(json.dumps({"id": f"m{i}", **source[i], **wrong}) + "\n")
-    return [f"prompts.source={path}", "prompts.eval_source=arithmetic", f"reward.function={REWARD}"]
+    return [f"prompts.source={path}", f"prompts.eval_source={TASK}:tasks", f"reward.function={TASK}:score"]
 
 
 def _run(tokens: int, select: str, seed: int, settings: list[str], directory: str) -> dict[str, Any]:

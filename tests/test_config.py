@@ -305,7 +305,7 @@ def test_a_command_is_not_rooted(agent: str):
 
 def test_what_is_no_path_is_not_rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("demo", "arithmetic", "exact"):
+    for name in ("demo", "exact"):
         (tmp_path / name).mkdir()
     assert rooted(Config()) == Config()
     words = ["model.path=owner/name", "prompts.source=/no/such.jsonl", "reward.function=exact"]

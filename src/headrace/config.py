@@ -89,11 +89,10 @@ class PromptsSection(SettingsSection):
     """Where prompts come from."""
 
     source: Home = setting(
-        "arithmetic",
-        "'arithmetic', a .jsonl, .json, .csv or .parquet file, a datasets directory, "
-        "or file.py:function (count, seed) -> records",
+        "",
+        "a .jsonl, .json, .csv or .parquet file, a datasets directory, or file.py:function (count, seed) -> records",
     )
-    count: PositiveInt = setting(20_000, "prompts made by arithmetic or a function", most=10**7)
+    count: PositiveInt = setting(20_000, "prompts made by a function", most=10**7)
     prompt_field: str = setting("prompt", "field with the prompt text or the chat messages")
     system: str = setting("", "system message put before every chat")
     chat: Literal["auto", "always", "never"] = setting(
@@ -153,7 +152,7 @@ class RolloutSection(SettingsSection):
 class RewardSection(SettingsSection):
     """Scoring."""
 
-    function: Name = setting("", "module:function, file.py:function, or exact, regex, math; empty: the source's own")
+    function: Name = setting("", "module:function, file.py:function, or exact, regex, math; empty: exact")
     answer_field: str = setting("answer", "field with the expected answer (exact, regex, math)")
     pattern: str = setting("", "regular expression; its last match, or its group, is the answer")
     workers: NonNegativeInt = setting(
@@ -433,7 +432,8 @@ def _of_algorithms(config: Config) -> Iterator[str]:
 def _of_generation(config: Config) -> Iterator[str]:
     yield from _of_algorithms(config)
     source, rollout, loop = config.prompts.source, config.rollout, config.loop
-    if config.model.path in DEMOS and source != "arithmetic" and not config.warmstart.steps:
+    own = source and not source.endswith("recipes/arithmetic.py:tasks")
+    if own and config.model.path in DEMOS and not config.warmstart.steps:
         told = "that model is random and cannot answer your prompts; name a model of your own, model.path=DIRECTORY"
         yield f"prompts.source = '{source}' and model.path = '{config.model.path}': {told}"
     if config.reward.overlong_tokens > rollout.max_new_tokens:

@@ -102,7 +102,7 @@ def _absolute(key: str, spec: str) -> str:
     if names_file(place) and key not in NAME_MODELS:
         return f"{os.path.abspath(os.path.expanduser(place))}:{name}"
     if key in (*NAME_SOURCES, *NAME_MODELS):
-        is_name = spec in ("", "arithmetic", *DEMOS)  # even where a file has that name
+        is_name = spec in ("", *DEMOS)  # even where a file has that name
         return spec if is_name or not os.path.exists(spec) else os.path.abspath(spec)
     file = os.path.abspath(f"{place}.py")
     if not colon or not place.isidentifier() or not os.path.isfile(file):

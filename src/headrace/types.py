@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -220,6 +220,11 @@ class Trajectory:
     def oldest_version(self) -> int:
         """The version of the oldest span: what lag is measured from."""
         return min(span.version for span in self.spans)
+
+    def rewarded(self, name: str, more: float) -> Trajectory:
+        """With a further part of its reward."""
+        parts = {**self.reward_parts, name: more}
+        return replace(self, reward=(self.reward or 0.0) + more, reward_parts=parts)
 
     def ranges(self, place: int) -> list[tuple[int, int]]:
         """Where the tokens from the root to the token `place` are, as starts and ends (exclusive)."""

@@ -56,7 +56,7 @@ async def verdicts(
 ) -> list[list[tuple[int, str]]]:
     """What is dropped of each group, and why."""
     async with filters(*specs, workers=workers, **reward) as sieve:
-        return [reasons(sieve, each, await sieve.refusal(each))[1] for each in groups]
+        return [reasons(sieve, each, (await sieve.filtered(each))[1])[1] for each in groups]
 
 
 def test_groups_of_equal_rewards_have_no_signal():
@@ -127,17 +127,62 @@ async def test_filters_are_not_asked_about_cut_answers(filter_file: WriteFilters
     await scorer.start()
     sieve = Sieve(BufferSection(filters=(f"{path}:one",), drop="no_signal,overlong"), scorer.keeps)
     cut = [trajectory(index=i, finish=FinishReason.LENGTH, reward=float(i)) for i in range(2)]
-    assert await sieve.refusal(group_of(*cut)) is None
-    assert await sieve.refusal(group_of(*cut, trajectory(index=2))) is None
-    assert await sieve.refusal(group_of(*cut, trajectory(index=2), trajectory(index=3))) == "filter:one"
+    assert (await sieve.filtered(group_of(*cut)))[1] is None
+    kept, refusal = await sieve.filtered(group_of(*cut, trajectory(index=2)))
+    assert ([t.index for t in kept.trajectories], refusal) == ([2, 0, 1], None)
+    assert (await sieve.filtered(group_of(*cut, trajectory(index=2), trajectory(index=3))))[1] == "filter:one"
+
+
+RANKING = """
+import numpy as np
+
+def by_length(group):
+    rank = np.argsort(np.argsort([len(t.text) for t in group.trajectories]))
+    return rank / (len(rank) - 1) - 0.5
+
+def mixed(group):
+    return min(t.reward for t in group.trajectories) < 0.5
+
+def few(group):
+    return [1.0]
+
+def none(group):
+    return (1.0, None)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_function_over_a_group_adds_to_the_rewards_of_its_answers(filter_file: WriteFilters, workers: int):
+    path = filter_file(RANKING)
+    found = (trajectory(index=i, reward=1.0) for i in range(3))
+    answers = [replace(t, text="x" * n, reward_parts={"right": 1.0}) for t, n in zip(found, (9, 2, 5), strict=True)]
+    async with filters(f"{path}:by_length", f"{path}:mixed", workers=workers) as sieve:
+        dropped, refusal = await sieve.filtered(group_of(*answers))
+        assert refusal == "filter:mixed", "the next one sees them: 1.5, 0.5 and 1.0"
+        assert [t.reward for t in dropped.trajectories] == [1.0] * 3, "what is dropped stays as it was"
+    async with filters(f"{path}:by_length", workers=workers) as sieve:
+        ranked, refusal = await sieve.filtered(group_of(*answers))
+        assert [(t.index, t.reward) for t in ranked.trajectories] == [(0, 1.5), (1, 0.5), (2, 1.0)]
+        assert ranked.trajectories[1].reward_parts == {"right": 1.0, "by_length": -0.5}
+        assert refusal is None
+        assert reasons(sieve, ranked, refusal)[1] == [], "ranks are a signal where rewards are equal"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("few", "'few' returned 1 rewards for 2 answers"), ("none", "not a finite number")]
+)
+async def test_rewards_of_a_group_that_do_not_fit_it_are_an_error(filter_file: WriteFilters, name: str, told: str):
+    async with filters(f"{filter_file(RANKING)}:{name}", workers=0) as sieve:
+        assert (await sieve.filtered(group(1)))[1] == "filter_error"
+        assert told in sieve.first_error
 
 
 async def test_a_filter_sees_groups_one_after_the_other(filter_file: WriteFilters):
     """A filter may keep something in mind, as it would in this process."""
     path = filter_file("seen = []\ndef new(group):\n    seen.append(group.serial)\n    return len(seen) % 2\n")
     async with filters(f"{path}:new", workers=2) as sieve:
-        asked = [sieve.refusal(group(serial)) for serial in range(8)]
-        assert await asyncio.gather(*asked) == [None, "filter:new"] * 4
+        asked = [sieve.filtered(group(serial)) for serial in range(8)]
+        assert [refusal for _, refusal in await asyncio.gather(*asked)] == [None, "filter:new"] * 4
 
 
 async def test_filter_from_a_module():
@@ -216,8 +261,8 @@ async def test_a_filter_that_fails_is_an_error_of_its_group(filter_file: WriteFi
     path = filter_file(MISBEHAVING)
     for serial, hint in enumerate(hints):
         async with filters(f"{path}:moody", workers=workers, timeout_s=0.5, retries=0) as sieve:
-            refusal = await asyncio.wait_for(sieve.refusal(group(serial)), 30)
+            _, refusal = await asyncio.wait_for(sieve.filtered(group(serial)), 30)
             assert reasons(sieve, group(serial), refusal)[1] == [(0, "filter_error"), (1, "filter_error")]
             assert sieve.first_error.startswith(f"the filter 'moody' failed on prompt 'p{serial}': ")
             assert hint in sieve.first_error
-            assert await sieve.refusal(group(9)) is None, "the next group is asked about"
+            assert (await sieve.filtered(group(9)))[1] is None, "the next group is asked about"

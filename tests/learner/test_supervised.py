@@ -14,13 +14,13 @@ from headrace.learner.learner import WarmStart
 from headrace.policy.attention import PackedPlan
 from headrace.policy.demo import build_demo
 from headrace.policy.policy import Policy, load_policy
-from headrace.prompts.arithmetic import ArithmeticSource
+from headrace.recipes.arithmetic import tasks
 from headrace.types import Example
 
 
 def examples(policy: Policy, seed: int) -> Callable[[int], list[Example]]:
     """Worked problems, other ones for every seed."""
-    records = iter(ArithmeticSource(count=10_000, seed=seed))
+    records = iter(tasks(count=10_000, seed=seed))
 
     def some(n: int) -> list[Example]:
         return [worked(policy, record["prompt"], record["worked"]) for record in islice(records, n)]

@@ -58,6 +58,23 @@ def test_nothing_but_equal_rewards_stalls(workshop: Workshop, max_lag: int):
     assert not select(run, "SELECT * FROM rows")
 
 
+@pytest.mark.parametrize("max_lag", [0, 1])
+async def test_a_ranking_of_groups_gives_equal_rewards_a_signal(workshop: Workshop, max_lag: int):
+    path = workshop.directory / "ranking.py"
+    path.write_text("def rank(group):\n    return [0.1 * t.index for t in group.trajectories]\n")
+    name = f"ranked{max_lag}"
+    ranked = (f'buffer.filters=["{path}:rank"]', f"loop.max_lag={max_lag}")
+    await play(workshop.config(name, *ranked, reward="constant"))
+    run = workshop.directory / name
+    assert_all_accounted_for(run)
+    found = select(run, "SELECT idx, reward, reward_parts FROM trajectories WHERE state = 'trained'")
+    assert len(found) == 3 * 4 * 4
+    (constant,) = {json.loads(parts)["constant"] for _, _, parts in found}
+    assert all(reward == pytest.approx(constant + 0.1 * index) for index, reward, _ in found)
+    assert all(json.loads(parts)["rank"] == pytest.approx(0.1 * index) for index, _, parts in found)
+    assert rows_of(run)[0].reward_mean == pytest.approx(constant + 0.15)
+
+
 async def test_own_filter_that_keeps_nothing_stalls_under_its_name(workshop: Workshop):
     path = workshop.directory / "own_filters.py"
     path.write_text("def easy(group):\n    return False\n")

@@ -103,7 +103,7 @@ def test_empty_file(tmp_path, text):
         opened(path)
 
 
-@pytest.mark.parametrize("name", ["gone.jsonl", "gone.jsonl.gz", "gone.parquet", "gone", "aritmetic"])
+@pytest.mark.parametrize("name", ["gone.jsonl", "gone.jsonl.gz", "gone.parquet", "gone", "arithmetic"])
 def test_missing(tmp_path, name):
     with pytest.raises(DataError, match=name + ".*not there"):
         opened(tmp_path / name)
@@ -117,7 +117,7 @@ def test_a_path_that_is_like_another_one(tmp_path):
 
 def test_unknown_kind(tmp_path):
     (tmp_path / "a.txt").write_text("prompt\n")
-    with pytest.raises(DataError, match=r"not of a known kind; use 'arithmetic'"):
+    with pytest.raises(DataError, match=r"not of a known kind; use a \.jsonl"):
         opened(tmp_path / "a.txt")
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from headrace.config import PromptsSection
+from headrace.config_file import DEMO
 from headrace.errors import DataError
 from headrace.prompts.stream import PromptStream
 
@@ -38,7 +39,6 @@ def test_the_last_records_are_held_out_and_never_drawn(tmp_path, plain):
     for epoch in range(3):
         assert {id for _, id, *_ in drawn[7 * epoch : 7 * epoch + 7]} == {f"train-{i}" for i in range(7)}
     assert prompts.num_train == 7
-    assert prompts.default_reward == "exact"
     assert prompts.at(4).id == drawn[4][1]
 
 
@@ -175,13 +175,13 @@ def test_no_worked_examples(tmp_path, plain):
         stream(plain, source=numbered(tmp_path, 10)).worked(1, np.random.default_rng(0))
 
 
-def test_built_in_task_never_trains_on_a_held_out_problem(plain):
-    prompts = PromptStream(PromptsSection(count=3000, eval_count=300), plain, seed=0)
+def test_a_made_task_never_trains_on_a_held_out_problem(plain):
+    task = f"{DEMO.parent}/arithmetic.py:tasks"
+    prompts = PromptStream(PromptsSection(source=task, count=3000, eval_count=300), plain, seed=0)
     held = {p.text for p in prompts.held_out}
     drawn = {prompts.next()[1].text for _ in range(prompts.num_train)}
     assert len(prompts.held_out) == 300
     assert 2100 < prompts.num_train < 2700
     assert not held & drawn
-    assert prompts.default_reward == "headrace.prompts.arithmetic:score"
-    apart = stream(plain, source="arithmetic", count=50, eval_source="arithmetic", eval_count=50)
+    apart = stream(plain, source=task, count=50, eval_source=task, eval_count=50)
     assert [p.text for p in apart.held_out] != [apart.at(i).text for i in range(50)]

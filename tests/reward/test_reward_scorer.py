@@ -242,7 +242,7 @@ async def test_the_cache_can_be_off(make_scorer: MakeScorer, rewards: str) -> No
 
 
 async def test_an_empty_setting_takes_the_default_function() -> None:
-    scorer = Scorer(RewardSection(overlong_tokens=10), max_new_tokens=100, default_function="exact")
+    scorer = Scorer(RewardSection(overlong_tokens=10), max_new_tokens=100)
     await scorer.start()
     scores = await score_all(scorer, completion("21", answer=21), completion("20", answer=21), completion("21"))
     assert [score.reward for score in scores] == [1.0, 0.0, None]

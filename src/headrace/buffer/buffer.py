@@ -116,23 +116,30 @@ class Sieve:
     """
 
     section: BufferSection
-    keeps: Callable[[str, Group], Awaitable[Score]] | None = None  # a filter: its reward is 1 or 0
+    keeps: Callable[[str, Group], Awaitable[Score]] | None = None  # what a filter says
     learner: LearnerSection = field(default_factory=LearnerSection)  # decides what is a signal
     first_error: str = ""
 
-    async def refusal(self, group: Group) -> str | None:
-        """Why the user's filters do not keep the group. They may run in other processes, and take long."""
-        group, _ = self._uncut(group)
-        for spec in self.section.filters if group.trajectories else ():
+    async def filtered(self, group: Group) -> tuple[Group, str | None]:
+        """The group with the rewards that the user's filters add, and why they do not keep it.
+
+        They may run in other processes, and take long.
+        """
+        seen, cut = self._uncut(group)
+        for spec in self.section.filters if seen.trajectories else ():
             assert self.keeps is not None
-            name, verdict = spec.rpartition(":")[2], await self.keeps(spec, group)
+            name, verdict = spec.rpartition(":")[2], await self.keeps(spec, seen)
             if verdict.failure is not None:
                 told = f"the filter '{name}' failed on prompt '{group.prompt.id}': {verdict.detail}"
                 self.first_error = self.first_error or told
-                return DropReason.FILTER_ERROR
-            if not verdict.reward:
-                return f"filter:{name}"
-        return None
+                return group, DropReason.FILTER_ERROR
+            if verdict.parts.get(name) == 0:
+                return group, f"filter:{name}"
+            if name not in verdict.parts:  # but a reward for each answer
+                rewards = verdict.parts
+                ranked = tuple(t.rewarded(name, rewards[str(t.index)]) for t in seen.trajectories)
+                seen = replace(seen, trajectories=ranked)
+        return replace(group, trajectories=(*seen.trajectories, *(t for t, _ in cut))), None
 
     def sift(self, group: Group, refusal: str | None = None) -> tuple[Group | None, Dropped]:
         """What of the group to train on, if anything, and the dropped trajectories with reasons.
@@ -231,7 +238,7 @@ class Buffer:
     async def put(self, group: Group, refusal: str | None = None) -> bool:
         """Whether the scored group was buffered. Ignored if a restart has replaced its attempt.
 
-        `refusal` is what `Sieve.refusal` said; a group stays in flight while the filters are asked.
+        `refusal` is that of `Sieve.filtered`; a group stays in flight while filters are asked.
         """
         async with self._changed:
             if self._attempts.get(group.serial) != group.attempt:

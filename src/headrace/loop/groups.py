@@ -104,7 +104,11 @@ class Groups:
         cut_short = any(o.failure is DropReason.RUN_ENDED for o in outcomes)
         group = Group(serial=serial, prompt=prompt, version=started.version, trajectories=scored, attempt=number)
         too_few = len(scored) < min(2, len(answers))
-        refusal = await self._refusal(group) if self._filtered and not (cut_short or too_few) else None
+        refusal = None
+        if self._filtered and not (cut_short or too_few):
+            group, refusal = await self._ask_filters(group)
+        for trajectory in group.trajectories:
+            self._rows.scored(trajectory)
         del self._running[serial]
         if cut_short or too_few or refusal is DropReason.RUN_ENDED:
             reason = DropReason.RUN_ENDED if self._ending.orderly else DropReason.INCOMPLETE
@@ -128,11 +132,9 @@ class Groups:
             if not self._ending.orderly or not answer.done() or answer.cancelled():
                 raise
             return Outcome(trajectory=_trajectory(answer), failure=DropReason.RUN_ENDED)
-        if outcome.failure is None:
-            self._rows.scored(outcome.trajectory)
-        elif outcome.failure is DropReason.STALE and self._ending.orderly:
+        if outcome.failure is DropReason.STALE and self._ending.orderly:
             return replace(outcome, failure=DropReason.RUN_ENDED)
-        elif outcome.detail:
+        if outcome.detail:
             self._rows.reward_failed(outcome.detail)
         return outcome
 
@@ -140,12 +142,15 @@ class Groups:
         with self._stages.clock.span("reward", version=self._stages.books.version):
             return await background(self._stages.scorer.score(completion), self._judging)
 
-    async def _refusal(self, group: Group) -> str | None:
-        """Why the user's filters do not keep the group; RUN_ENDED if the end of the run cut them off."""
-        asking = background(self._stages.buffer.sieve.refusal(group), self._judging)
+    async def _ask_filters(self, group: Group) -> tuple[Group, str | None]:
+        """The group as they leave it, and why they do not keep it.
+
+        That is RUN_ENDED if the end of the run cut them off.
+        """
+        asking = background(self._stages.buffer.sieve.filtered(group), self._judging)
         try:
             await asyncio.wait([asking])
-            return DropReason.RUN_ENDED if asking.cancelled() else asking.result()
+            return (group, DropReason.RUN_ENDED) if asking.cancelled() else asking.result()
         finally:
             asking.cancel()
 

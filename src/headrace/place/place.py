@@ -106,7 +106,6 @@ class Place:
         self.scorer = Scorer(
             config.reward,
             max_new_tokens=config.rollout.max_new_tokens,
-            default_function=self.prompts.default_reward,
             function=reward,
             judges=judges or hosts,
             on_verdict=self._on_verdict,

@@ -1,4 +1,4 @@
-"""Prompt sources: the built-in task, a file of records, a data set, or what a function of the user makes.
+"""Prompt sources: a file of records, a data set, or what a function of the user makes.
 
 A file of records (JSON lines, JSON or CSV, compressed with gzip or not) is checked when it is
 opened, then read by an index of offsets.
@@ -22,7 +22,6 @@ from typing import IO, Any
 
 from headrace.config_file import did_you_mean
 from headrace.errors import DataError
-from headrace.prompts.arithmetic import ArithmeticSource
 from headrace.roles import PromptSource
 from headrace.user_code import load_function, load_optional, names_file, short_traceback
 
@@ -34,22 +33,21 @@ def open_source(
     spec: str, *, count: int, seed: int, prompt_field: str = "prompt", setting: str = "prompts.source"
 ) -> PromptSource:
     """The records that `spec` names; `count` and `seed` are for sources that make their prompts."""
-    if spec == "arithmetic":
-        return ArithmeticSource(count=count, seed=seed)
     if names_file(spec.rpartition(":")[0]):
         return _made_by(spec, setting, prompt_field, count=count, seed=seed)
     path = Path(spec).expanduser()
     if kind_of(path) in KINDS and os.path.isfile(path):
         source: PromptSource = RecordFile(path, prompt_field=prompt_field)
-    elif (path.suffix == ".parquet" and os.path.isfile(path)) or os.path.isdir(path):
+    elif (path.suffix == ".parquet" and os.path.isfile(path)) or (spec and os.path.isdir(path)):
         room = load_optional("headrace.prompts.source_datasets", "datasets", "data")
         source = room.open_dataset(path, prompt_field)
     else:
-        is_there = os.path.exists(path)
-        use = "; use 'arithmetic', a .jsonl, .json, .csv or .parquet file, a datasets directory, "
+        state = "not of a known kind" if os.path.exists(path) else "not there"
+        state = state if spec else "empty"
+        use = "; use a .jsonl, .json, .csv or .parquet file, a datasets directory, "
         use += "or a function of yours, 'file.py:function' (recipes/reasoning_gym_task.py:TASK makes reasoning-gym's)"
-        hint = use if is_there else did_you_mean(str(path)) or use
-        raise DataError(f"{setting} = '{spec}' is {'not of a known kind' if is_there else 'not there'}{hint}")
+        hint = did_you_mean(str(path)) if state == "not there" else ""
+        raise DataError(f"{setting} = '{spec}' is {state}{hint or use}")
     if len(source) == 0:
         raise DataError(f"{path} is empty: it has no records")
     return source

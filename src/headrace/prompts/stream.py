@@ -13,12 +13,11 @@ import numpy.typing as npt
 
 from headrace.config import PromptsSection
 from headrace.errors import DataError
-from headrace.prompts.arithmetic import REWARD
 from headrace.prompts.select import Selection
 from headrace.prompts.source import open_source, prompt_key
 from headrace.roles import PromptSource
 from headrace.types import Known, Outcomes, Prompt
-from headrace.user_code import time_limit
+from headrace.user_code import names_file, time_limit
 
 Message = Mapping[str, Any]
 
@@ -118,7 +117,6 @@ class PromptStream:
         name, field = section.source, section.prompt_field
         opened = partial(open_source, count=section.count, seed=seed, prompt_field=field)
         self._source = opened(name)
-        self.default_reward = REWARD if name == "arithmetic" else "exact"
         held, total = 0 if section.eval_source else section.eval_count, len(self._source)
         if total <= held:
             told = f"prompts.eval_count = {held} of them are held out, which leaves none to train on"
@@ -231,9 +229,10 @@ class PromptStream:
     def _check(self, num_train: int) -> tuple[npt.NDArray[np.int64], str]:
         """Positions to train on, and their checksum. Refuses what `render` would refuse later."""
         source, section = self._source, self._section
-        is_builtin = section.source == "arithmetic"
         # Small problems come up twice in a random task: one that is held out is not trained on.
-        held_texts = {prompt.text for prompt in self.held_out} if is_builtin else set()
+        is_made = names_file(section.source.rpartition(":")[0])
+        answered = [p for p in self.held_out if is_made and "answer" in p.fields]
+        held = {(p.text, str(p.fields["answer"])) for p in answered}
         owner = {prompt.id: "a held-out record" for prompt in self.held_out}
         keep, checksum = [], 0
         for i in range(num_train):
@@ -245,11 +244,12 @@ class PromptStream:
             if record.get("id") is not None and owner.setdefault(id, this) != this:
                 raise DataError(f"{section.source}: {this} has the id '{id}', and so has {owner[id]}")
             content = str(record[prompt_key(record, section.prompt_field, f"prompt '{id}'")])
-            if content not in held_texts:
+            if (content, str(record.get("answer"))) not in held:
                 keep.append(i)
             checksum = zlib.crc32(f"{id}\0{content}\0".encode(errors="replace"), checksum)
         if not keep:
-            raise DataError(f"{section.source}: every prompt is also held out; raise prompts.count")
+            told = "every prompt is also held out; lower prompts.eval_count"
+            raise DataError(f"{section.source}: {told}")
         return np.asarray(keep, np.int64), f"{checksum:08x}"
 
 

@@ -158,11 +158,25 @@ def digest(setup: Setup, function: Callable[[Any], Any] | None) -> str:
 
 
 def filter_function(spec: str) -> RewardFunction:
-    """A function of `buffer.filters`: its verdict on a group is 1 to keep it, 0 to drop it."""
-    keep = load_function(spec, "buffer.filters", ConfigError)
+    """A function of `buffer.filters`.
+
+    Its verdict on a group is 1 to keep it, 0 to drop it, or by index a further reward of each answer.
+    """
+    keep, name = load_function(spec, "buffer.filters", ConfigError), spec.rpartition(":")[2]
     if inspect.iscoroutinefunction(keep):
         raise ConfigError(f"buffer.filters: '{spec}' is an async function; a filter must be an ordinary one")
-    return RewardFunction(name=spec.rpartition(":")[2], call=lambda group: bool(keep(group)))
+
+    def ask(group: Group) -> bool | dict[str, Any]:
+        verdict = keep(group)
+        if hasattr(verdict, "tolist"):  # an array, or a number of one
+            verdict = verdict.tolist()
+        if not isinstance(verdict, list | tuple):
+            return bool(verdict)
+        if len(verdict) != (wanted := len(group.trajectories)):
+            raise RewardError(f"'{name}' returned {len(verdict)} rewards for {wanted} answers")
+        return {str(t.index): reward for t, reward in zip(group.trajectories, verdict, strict=True)}
+
+    return RewardFunction(name=name, call=ask)
 
 
 def read_verdict(verdict: Any, name: str) -> Score:

@@ -44,7 +44,6 @@ class Scorer:
         section: RewardSection,
         *,
         max_new_tokens: int,
-        default_function: str = "exact",
         function: Callable[[Any], Any] | None = None,
         filters: Sequence[str] = (),
         run_dir: Path | None = None,
@@ -54,7 +53,7 @@ class Scorer:
     ) -> None:
         self._section, self._max_new_tokens = section, max_new_tokens
         setup = Setup(
-            function=section.function or default_function,
+            function=section.function or "exact",
             answer_field=section.answer_field,
             pattern=section.pattern,
             timeout_s=section.timeout_s,

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from headrace.prompts.arithmetic import ArithmeticSource, score, work
+from headrace.recipes.arithmetic import score, tasks, work
 from headrace.types import Completion
 
 
@@ -32,7 +32,7 @@ def test_worked_solution(left, right, slips, worked):
 
 def test_the_teacher_is_hasty_in_every_other_column():
     wrong = total = 0
-    for record in map(ArithmeticSource(count=3000, seed=3).__getitem__, range(3000)):
+    for record in tasks(count=3000, seed=3):
         left, right = map(int, record["prompt"].rstrip("=").split("+"))
         assert record["answer"] == str(left + right)
         steps, _, answer = record["worked"].partition(";")
@@ -50,12 +50,9 @@ def test_solutions_without_slips_are_right():
 
 
 def test_records_follow_from_seed_and_position_alone():
-    few, many, other = (ArithmeticSource(count=n, seed=s) for n, s in ((10, 0), (1000, 0), (1000, 1)))
-    assert [few[i] for i in range(10)] == [many[i] for i in range(10)]
-    assert [few[i] for i in range(10)] != [other[i] for i in range(10)]
-    assert len({len(many[i]["worked"]) for i in range(200)}) > 5
-    with pytest.raises(IndexError):
-        few[10]
+    few, many, other = (tasks(count=n, seed=s) for n, s in ((10, 0), (1000, 0), (1000, 1)))
+    assert few == many[:10] != other[:10]
+    assert len({len(record["worked"]) for record in many[:200]}) > 5
 
 
 @pytest.mark.parametrize(
@@ -67,5 +64,5 @@ def test_score(text, expected):
 
 
 def test_scoring_needs_no_torch():
-    code = "import sys, headrace.prompts.arithmetic; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, headrace.recipes.arithmetic; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
