@@ -382,7 +382,8 @@ def cluster(wanted: bool) -> Iterator[Sequence[str]]:
     told = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 200_000_000}
     context = ray.init(address="local", num_cpus=1, runtime_env={"env_vars": own}, **told)
     try:
-        yield (*ON_RAY, f"place.address={context.address_info['gcs_address']}")
+        os.environ["RAY_ADDRESS"] = context.address_info["gcs_address"]  # for the processes that train
+        yield ON_RAY
     finally:
         ray.shutdown()
 

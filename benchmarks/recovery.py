@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from headrace.config_file import DEMO
 from headrace.errors import RunError
 from headrace.ledger.ledger import Ledger
 from headrace.measured import STALL
@@ -30,6 +31,8 @@ SHORT = [
     "model.device=cpu",
     "model.threads=1",
     "warmstart.steps=0",
+    f"prompts.source={DEMO.parent}/arithmetic.py:tasks",
+    f"reward.function={DEMO.parent}/arithmetic.py:score",
     "prompts.eval_count=4",
     "rollout.samples=4",
     "rollout.max_new_tokens=16",

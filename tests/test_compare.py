@@ -128,11 +128,28 @@ def test_compare_for_programs(swept: tuple[Path, list[str], str]):
     assert "$" in headrace("compare", *runs[:2], "--at", "dollars").output
 
 
+def test_a_price_is_no_setting_that_runs_differ_in_unless_they_are_compared_by_it(
+    swept: tuple[Path, list[str], str], tmp_path: Path
+):
+    runs = [tmp_path / run.name for run in sorted(swept[0].iterdir())[:2]]
+    for run in runs:
+        shutil.copytree(swept[0] / run.name, run)
+    settings = runs[0] / "config.toml"
+    settings.write_text(settings.read_text().replace("dollars_per_hour = 2.0", "dollars_per_hour = 4.0"))
+    assert len(json.loads(headrace("compare", *runs, "--json").output)["sides"]) == 1
+    assert len(json.loads(headrace("compare", *runs, "--at", "dollars", "--json").output)["sides"]) == 2
+    settings.write_text(settings.read_text().replace("dollars_per_hour = 4.0", "dollars_per_hour = 0.0"))
+    assert "set run.dollars_per_hour" in problem(headrace("compare", *runs, "--at", "dollars"))
+    assert headrace("resume", runs[0], "loop.steps=4", "run.dollars_per_hour=3").exit_code == 0
+
+
 def test_mistakes_are_told_before_anything_runs(swept: tuple[Path, list[str], str], tmp_path: Path):
     directory, words, _ = swept
     run = next(directory.iterdir())
     assert "two runs or more" in problem(headrace("compare", run, run))
     assert "which values are to be tried" in problem(headrace("sweep", "loop.steps=3"))
+    priceless = headrace("sweep", "loop.steps=3,4", "--at", "dollars", "--dir", tmp_path / "new")
+    assert "needs the price of a device: run.dollars_per_hour=2.5" in problem(priceless)
     assert "run.dir: a sweep names" in problem(headrace("sweep", "loop.steps=3,4", "run.dir=x"))
     wrong = headrace("sweep", "loop.steps=3,many", "--dir", tmp_path / "new")
     assert 'loop.steps: expected a whole number at least 0; got "many"' in problem(wrong)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from headrace.config import Config
-from headrace.config_file import SETTINGS, changed, explain, load_config, rooted, to_toml
+from headrace.config_file import DEMO, SETTINGS, changed, explain, load_config, rooted, to_toml
 from headrace.errors import ConfigError
 from headrace.ledger.files import write_whole
 
@@ -310,6 +310,25 @@ def test_what_is_no_path_is_not_rooted(tmp_path: Path, monkeypatch: pytest.Monke
     assert rooted(Config()) == Config()
     words = ["model.path=owner/name", "prompts.source=/no/such.jsonl", "reward.function=exact"]
     assert rooted(load_config(None, words)) == load_config(None, words)
+
+
+def test_a_recipe_has_its_own_files_even_where_others_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "arithmetic.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(DEMO)
+    assert config.prompts.source == f"{DEMO.parent}/arithmetic.py:tasks"
+    assert config.reward.function == f"{DEMO.parent}/arithmetic.py:score"
+
+
+def test_a_run_of_the_demo_of_an_older_release_is_understood(toml):
+    config = load_config(toml('[prompts]\nsource = "arithmetic"\n'), of_a_run=True)
+    assert config.prompts.source == f"{DEMO.parent}/arithmetic.py:tasks"
+    assert config.reward.function == f"{DEMO.parent}/arithmetic.py:score"
+
+
+def test_the_address_of_a_cluster_is_no_setting():
+    with pytest.raises(ConfigError, match=r"place\.address is no setting any more.*RAY_ADDRESS"):
+        load_config(None, ["place.address=auto"])
 
 
 OLDER = """

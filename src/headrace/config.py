@@ -193,7 +193,7 @@ class BufferSection(SettingsSection):
     drop: Literal["no_signal", "overlong", "no_signal,overlong", "nothing"] = setting(
         "no_signal", "groups with equal rewards (their gradient is zero), answers cut at max_new_tokens or max_wall_s"
     )
-    filters: tuple[str, ...] = setting((), "module:function or file.py:function; group -> keep it?")
+    filters: tuple[str, ...] = setting((), "file.py:function; group -> keep it? or rewards of its answers")
     replay: tuple[NonNegativeInt, PositiveInt] = setting(
         (0, 4), "groups of earlier steps that each step trains on again, and how often one is trained on at most"
     )
@@ -432,7 +432,7 @@ def _of_algorithms(config: Config) -> Iterator[str]:
 def _of_generation(config: Config) -> Iterator[str]:
     yield from _of_algorithms(config)
     source, rollout, loop = config.prompts.source, config.rollout, config.loop
-    own = source and not source.endswith("recipes/arithmetic.py:tasks")
+    own = source and not source.endswith("arithmetic.py:tasks")
     if own and config.model.path in DEMOS and not config.warmstart.steps:
         told = "that model is random and cannot answer your prompts; name a model of your own, model.path=DIRECTORY"
         yield f"prompts.source = '{source}' and model.path = '{config.model.path}': {told}"

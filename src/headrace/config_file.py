@@ -41,6 +41,12 @@ PAIRS = {
 GONE = ("buffer.min_share", "loop.eval_patience", "place.address", "publish.bucket_mb", "reward.overlong_penalty")
 
 
+INSTEAD = {
+    "prompts.shuffle": 'true is prompts.select = "uniform", the default, and false is "in-order"',
+    "place.address": "put the address of the Ray cluster into the environment, RAY_ADDRESS=...",
+}
+
+
 class Explained(NamedTuple):
     """One setting, in words."""
 
@@ -198,18 +204,24 @@ def _renew(given: dict[str, Given]) -> None:
     drops = {name: given.pop(f"buffer.drop_{name}", default) for name, default in defaults.items()}
     if where := next((place for _, place in drops.values() if place), ""):
         given["buffer.drop"] = ",".join(k for k, on in drops.items() if on[0]) or "nothing", where
+    if given.get("prompts.source", ("", ""))[0] == "arithmetic":
+        where, task = given["prompts.source"][1], DEMO.with_name("arithmetic.py")
+        given["prompts.source"] = f"{task}:tasks", where
+        if not given.get("reward.function", ("", ""))[0]:
+            given["reward.function"] = f"{task}:score", where
     for key in GONE:
         given.pop(key, None)
 
 
 def _beside(path: Path, key: str, value: Any) -> Any:
-    """A file that a setting names is searched here, then beside the settings."""
+    """A file that a setting names is searched here, then beside the settings; a recipe's own is beside it."""
     if key not in NAME_FILES or not isinstance(value, str):
         return value
     names_code = key not in NAME_MODELS and ":" in value
     file, colon, name = value.rpartition(":") if names_code else (value, "", "")
     found = path.parent / file
-    wanted = file and not os.path.exists(os.path.expanduser(file)) and found.is_file()
+    is_recipe = path.parent.resolve() == DEMO.parent.resolve()
+    wanted = file and found.is_file() and (is_recipe or not os.path.exists(os.path.expanduser(file)))
     return f"{found}{colon}{name}" if wanted else value
 
 
@@ -292,9 +304,8 @@ def _build(given: Mapping[str, Given], without: Collection[str]) -> tuple[Config
 def _unknown(key: str, place: str = "") -> str:
     where = f" ({place})" if place else ""
     section, _, rest = key.partition(".")
-    if key == "prompts.shuffle":
-        instead = 'true is prompts.select = "uniform", the default, and false is "in-order"'
-        return f"prompts.shuffle is no setting any more: {instead}{where}"
+    if key in INSTEAD:
+        return f"{key} is no setting any more: {INSTEAD[key]}{where}"
     if key in SECTIONS:
         example = next(iter(SECTIONS[key].model_fields))
         return f"{key} is a section, not a setting; set one of its keys, such as {key}.{example}{where}"

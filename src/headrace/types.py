@@ -223,7 +223,7 @@ class Trajectory:
 
     def rewarded(self, name: str, more: float) -> Trajectory:
         """With a further part of its reward."""
-        parts = {**self.reward_parts, name: more}
+        parts = {**self.reward_parts, name: self.reward_parts.get(name, 0.0) + more}
         return replace(self, reward=(self.reward or 0.0) + more, reward_parts=parts)
 
     def ranges(self, place: int) -> list[tuple[int, int]]:

@@ -148,6 +148,9 @@ def few(group):
 
 def none(group):
     return (1.0, None)
+
+def named(group):
+    return {0: 1.0, 1: 0.0}
 """
 
 
@@ -169,7 +172,12 @@ async def test_a_function_over_a_group_adds_to_the_rewards_of_its_answers(filter
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("few", "'few' returned 1 rewards for 2 answers"), ("none", "not a finite number")]
+    ("name", "told"),
+    [
+        ("few", "'few' returned 1 rewards for 2 answers"),
+        ("none", "not a finite number"),
+        ("named", "'named' returned a dict; rewards of a group are a list"),
+    ],
 )
 async def test_rewards_of_a_group_that_do_not_fit_it_are_an_error(filter_file: WriteFilters, name: str, told: str):
     async with filters(f"{filter_file(RANKING)}:{name}", workers=0) as sieve:

@@ -175,6 +175,18 @@ def test_no_worked_examples(tmp_path, plain):
         stream(plain, source=numbered(tmp_path, 10)).worked(1, np.random.default_rng(0))
 
 
+def test_a_made_chat_that_is_held_out_is_not_trained_on(tmp_path, chat):
+    path = tmp_path / "made.py"
+    path.write_text(
+        "def tasks(count, seed):\n"
+        "    ask = lambda i: [{'role': 'user', 'content': f'{i % 7}?'}]\n"
+        "    return [{'messages': ask(i), 'answer': i % 7} for i in range(count)]\n"
+    )
+    prompts = stream(chat, source=f"{path}:tasks", count=20)
+    assert {p.text for p in prompts.held_out} == {"3?", "4?", "5?"}
+    assert {prompts.next()[1].text for _ in range(prompts.num_train)} == {"0?", "1?", "2?", "6?"}
+
+
 def test_a_made_task_never_trains_on_a_held_out_problem(plain):
     task = f"{DEMO.parent}/arithmetic.py:tasks"
     prompts = PromptStream(PromptsSection(source=task, count=3000, eval_count=300), plain, seed=0)

@@ -15,6 +15,7 @@ from rich.text import Text
 from typer import Argument, Exit, Option
 
 from headrace.cli.app import Json, Paper, RunDir, app, settings_from
+from headrace.config import Config
 from headrace.config_file import changed, rooted, values
 from headrace.dashboard.site import serve
 from headrace.errors import ConfigError
@@ -126,10 +127,7 @@ def sweep(
         if plans.setdefault(run_dir, given := [*words, f"run.dir={run_dir}"]) is not given:
             raise ConfigError(f"two of these runs would be in {run_dir}: is a value given twice?")
     for run_dir, given in plans.items():  # what is wrong with one is said before the first begins
-        wanted, known = values(rooted(settings_from(given))), values(run_config(run_dir)) if is_run(run_dir) else {}
-        other = [key for key in known if key not in ("run.dir", "run.overwrite") and known[key] != wanted[key]]
-        if other:
-            raise ConfigError(f"{run_dir} holds a run with another {other[0]}; choose another directory (--dir)")
+        _refuse_to_make(run_dir, rooted(settings_from(given)), at)
     paper = Paper()
 
     def make(run_dir: Path) -> int:
@@ -148,6 +146,15 @@ def sweep(
         paper.paragraph(f"{told}. The same command goes on with them.", indent=0)
         raise Exit(1)
     paper.report(compare(list(plans), at)[0])
+
+
+def _refuse_to_make(run_dir: Path, config: Config, at: Cost) -> None:
+    if at is Cost.DOLLARS and not config.run.dollars_per_hour:
+        raise ConfigError("--at dollars needs the price of a device: run.dollars_per_hour=2.5")
+    wanted, known = values(config), values(run_config(run_dir)) if is_run(run_dir) else {}
+    free = ("run.dir", "run.overwrite", "run.dollars_per_hour")
+    if other := [key for key in known if key not in free and known[key] != wanted[key]]:
+        raise ConfigError(f"{run_dir} holds a run with another {other[0]}; choose another directory (--dir)")
 
 
 def alternatives(word: str) -> Sequence[str]:

@@ -79,8 +79,9 @@ class Overview:
             ("Steps", f"{series.last_step:,}", f"of {facts.wanted_steps:,}; {state}"),
         ]
         if self.dollars is not None:
-            cost = self.dollars / max(1, self.books.trained.tokens) * 1e6
-            numbers.append(("Cost so far", dollars(self.dollars), f"{dollars(cost)} a million trained tokens"))
+            trained = self.books.trained.tokens
+            cost = dollars(self.dollars / trained * 1e6) if trained else "-"
+            numbers.append(("Cost so far", dollars(self.dollars), f"{cost} a million trained tokens"))
         if series.num_damaged:
             says = "rows of the ledger cannot be read and are left out"
             numbers.append(("Damaged", str(series.num_damaged), says))

@@ -22,9 +22,9 @@ from headrace.user_code import source_hash
 # where and on how many workers: free to change
 WHERE = (
     *("model.threads", "rollout.workers", "reward.workers", "episode.workers", "learner.ranks"),
-    *("publish.", "place.", "ledger."),
+    *("publish.", "place.", "ledger.", "run.dollars_per_hour"),
 )
-FIXED = ("run.", "warmstart.", "learner.lora_rank")  # the steps so far depend on them for good
+FIXED = ("run.dir", "run.over", "run.seed", "warmstart.", "learner.lora_rank")  # the steps so far go by them
 _ORIGIN, _CHANGES = "origin", "changes"
 
 

@@ -16,7 +16,7 @@ import re
 import reprlib
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -170,6 +170,8 @@ def filter_function(spec: str) -> RewardFunction:
         verdict = keep(group)
         if hasattr(verdict, "tolist"):  # an array, or a number of one
             verdict = verdict.tolist()
+        if isinstance(verdict, Mapping | Iterator):
+            raise RewardError(f"'{name}' returned a {type(verdict).__name__}; rewards of a group are a list")
         if not isinstance(verdict, list | tuple):
             return bool(verdict)
         if len(verdict) != (wanted := len(group.trajectories)):

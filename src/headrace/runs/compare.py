@@ -77,6 +77,8 @@ def curve_of(run_dir: Path, at: Cost) -> Curve:
         raise RunError(f"{run_dir} has {len(known)} held-out scores; {needed}")
     costs, scores = zip(*known, strict=True)
     num_answers = config.prompts.eval_count * config.loop.eval_samples
+    if at is not Cost.DOLLARS:
+        config = config.but(run={"dollars_per_hour": 0.0})
     return Curve(settings=values(config), costs=costs, scores=scores, num_answers=num_answers)
 
 
