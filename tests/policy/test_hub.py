@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from headrace import api
 from headrace.cli import app
 from headrace.config import ModelSection
-from headrace.config_file import load_config
+from headrace.config_file import DEMO, load_config
 from headrace.errors import ModelError
 from headrace.policy.hub import located, model_card
 from headrace.policy.policy import Policy, load_policy
@@ -144,6 +144,7 @@ def test_a_model_of_the_hub_is_fetched_when_that_is_allowed(hub: FakeHub, policy
 def test_a_run_begins_with_a_model_of_the_hub(hub: FakeHub, tmp_path: Path):
     words = [f"run.dir={tmp_path / 'run'}", f"model.path={REPOSITORY}", "model.allow_download=true"]
     words += ["model.device=cpu", "loop.steps=0", "prompts.count=40", "prompts.eval_count=2"]
+    words += [f"prompts.source={DEMO.parent}/arithmetic.py:tasks"]
     assert api.train(load_config(None, words))["finished"]
     assert load_config(tmp_path / "run" / "config.toml").model.path == REPOSITORY
 
