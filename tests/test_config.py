@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -325,15 +324,6 @@ def test_a_run_of_the_demo_of_an_older_release_is_understood(toml):
     config = load_config(toml('[prompts]\nsource = "arithmetic"\n'), of_a_run=True)
     assert config.prompts.source == f"{DEMO.parent}/arithmetic.py:tasks"
     assert config.reward.function == f"{DEMO.parent}/arithmetic.py:score"
-
-
-def test_a_run_that_joined_a_cluster_joins_it_again(toml, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RAY_ADDRESS", "")  # so that it is as before after the test
-    monkeypatch.delenv("RAY_ADDRESS")
-    load_config(toml('[place]\naddress = "10.0.0.7:6379"\n'), of_a_run=True)
-    assert os.environ["RAY_ADDRESS"] == "10.0.0.7:6379"
-    load_config(toml('[place]\naddress = "10.0.0.8:6379"\n'), of_a_run=True)
-    assert os.environ["RAY_ADDRESS"] == "10.0.0.7:6379"  # what is said now goes first
 
 
 def test_the_address_of_a_cluster_is_no_setting():

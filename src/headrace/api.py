@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from headrace.config import Config
-from headrace.config_file import cost_of, load_config, num_devices, rooted
+from headrace.config_file import cost_of, load_config, num_devices, read_toml, rooted
 from headrace.errors import LearnerLostError, RunError
 from headrace.ledger import files
 from headrace.ledger.database import FILE_NAME, claimed, is_complete
@@ -71,6 +72,9 @@ def resume(
     if fixed := [word for word in overrides if word.startswith(FIXED)]:
         raise RunError(f"{', '.join(fixed)}: that cannot change in the middle of a run")
     _refuse_finished(run_dir, config)
+    joined = read_toml(run_dir / files.SETTINGS).get("place", {}).get("address")  # of an older release
+    if joined and config.place.cluster == "ray" and not os.environ.get("RAY_ADDRESS"):
+        raise RunError(f"{run_dir} joined the Ray cluster at {joined}: set RAY_ADDRESS={joined}, or to another")
     with claimed(run_dir), memory_for("training", STEPS):
         if any(word.startswith("rollout.workers") for word in overrides):
             (run_dir / files.WANTED_WORKERS).unlink(missing_ok=True)
@@ -368,13 +372,13 @@ def _summary(loop: Loop, **told: Any) -> dict[str, Any]:
     """
     stages, ending, run_dir = loop.stages, loop.ending, loop.stages.ledger.run_dir
     rows, books, counts = stages.ledger.rows(), stages.ledger.totals(), stages.pool.counts
-    loop_s = sum(row.wall_s for row in rows)
+    wall_s, loop_s = stages.clock.now(), sum(row.wall_s for row in rows)
     stage_s, wall = stages_of(rows)
     lags = sum(row.lag_mean * row.trained_tokens for row in rows)
     content = {
         "run_dir": str(run_dir),
         **told,
-        "wall_s": stages.clock.now(),
+        "wall_s": wall_s,
         "loop_s": loop_s,
         "steps": len(rows),
         "version": loop.version,
@@ -382,8 +386,8 @@ def _summary(loop: Loop, **told: Any) -> dict[str, Any]:
         "trained_tokens": books.trained.tokens,
         "dropped_tokens": {reason: a.tokens for reason, a in sorted(books.dropped.items())},
         "goodput_tokens_per_s": books.trained.tokens / loop_s if loop_s else 0.0,
-        "device_hours": num_devices(loop.config) * stages.clock.now() / 3600,
-        "dollars": cost_of(loop.config, stages.clock.now()),
+        "device_hours": num_devices(loop.config) * wall_s / 3600,
+        "dollars": cost_of(loop.config, wall_s),
         "mean_lag_seen": lags / max(1, books.trained.tokens),
         "max_lag_seen": max((row.lag_max for row in rows), default=0),
         "stage_s": stage_s,

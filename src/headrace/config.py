@@ -193,7 +193,9 @@ class BufferSection(SettingsSection):
     drop: Literal["no_signal", "overlong", "no_signal,overlong", "nothing"] = setting(
         "no_signal", "groups with equal rewards (their gradient is zero), answers cut at max_new_tokens or max_wall_s"
     )
-    filters: tuple[str, ...] = setting((), "file.py:function; group -> keep it? or rewards of its answers")
+    filters: tuple[str, ...] = setting(
+        (), "module:function or file.py:function; group -> keep it? or rewards of its answers"
+    )
     replay: tuple[NonNegativeInt, PositiveInt] = setting(
         (0, 4), "groups of earlier steps that each step trains on again, and how often one is trained on at most"
     )

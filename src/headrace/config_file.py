@@ -38,7 +38,7 @@ PAIRS = {
     "learner.clip": ("learner.clip_low", "learner.clip_high"),
     "learner.correction_limits": ("learner.correction_low", "learner.correction_high"),
 }
-GONE = ("buffer.min_share", "loop.eval_patience", "publish.bucket_mb", "reward.overlong_penalty")
+GONE = ("buffer.min_share", "loop.eval_patience", "place.address", "publish.bucket_mb", "reward.overlong_penalty")
 
 
 INSTEAD = {
@@ -209,8 +209,6 @@ def _renew(given: dict[str, Given]) -> None:
         given["prompts.source"] = f"{task}:tasks", where
         if not given.get("reward.function", ("", ""))[0]:
             given["reward.function"] = f"{task}:score", where
-    if address := given.pop("place.address", ("", ""))[0]:
-        os.environ.setdefault("RAY_ADDRESS", address)  # a run of an older release goes on in its cluster
     for key in GONE:
         given.pop(key, None)
 

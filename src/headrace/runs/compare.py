@@ -64,10 +64,10 @@ def curve_of(run_dir: Path, at: Cost) -> Curve:
     facts, config = read_run(run_dir).readable(), run_config(run_dir)
     with Ledger.open(run_dir) as ledger:
         rows = ledger.rows()
-    hourly = cost_of(config, 1.0) if at is Cost.DOLLARS else num_devices(config) / 3600
-    if hourly is None:
+    per_s = cost_of(config, 1.0) if at is Cost.DOLLARS else num_devices(config) / 3600
+    if per_s is None:
         raise RunError(f"{run_dir} does not say what a device costs: set run.dollars_per_hour, here in its {SETTINGS}")
-    spent = np.cumsum([row.generated_tokens if at is Cost.TOKENS else row.wall_s * hourly for row in rows])
+    spent = np.cumsum([row.generated_tokens if at is Cost.TOKENS else row.wall_s * per_s for row in rows])
     points = [(0.0, facts.score_before), *zip(spent.tolist(), (row.score for row in rows), strict=True)]
     if rows and facts.state is RunState.FINISHED:
         points[-1] = points[-1][0], facts.score_after
