@@ -22,11 +22,11 @@ MAX_README_LINES = 150
 MAX_FRONT_DOORS = 9
 MAX_WALKED_FILES = 30
 MAX_LONG_LINES = 0.05
-MAX_CORE_LINES, MAX_LENS_LINES = 21_248, 6_752  # together 28,000
+MAX_CORE_LINES, MAX_LENS_LINES = 21_247, 6_753  # together 28,000
 LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms, the core, wrote
 # Lines of each room.
 ROOMS = {
-    "(files)": 3_108,
+    "(files)": 3_107,
     "buffer": 341,
     "episode": 1_299,
     "kernels": 1_220,
@@ -41,7 +41,7 @@ ROOMS = {
     "rollout": 2_827,
     "serve": 1_302,
     "cli": 1_165,
-    "dashboard": 1_787,
+    "dashboard": 1_788,
     "insight": 2_785,
     "runs": 1_015,
 }

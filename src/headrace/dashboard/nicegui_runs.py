@@ -154,8 +154,9 @@ class RunViews:
         self._curves(CARDS["ratio"], CARDS["weights"])
 
     def _lags(self) -> Drawn:
-        seen = Overview(self._live)
-        return charts.lag_bars(self._live.tally(books.LAGS), seen.series.last_step, seen.max_lag)
+        live, config = self._live, self._live.config()
+        allowed = None if config is None else config.loop.max_lag
+        return charts.lag_bars(live.tally(books.LAGS), live.series().last_step, allowed)
 
     def publish(self) -> None:
         self._look = page.look_controls()
