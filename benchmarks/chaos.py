@@ -5,7 +5,8 @@
 
 Three nodes of a Ray cluster on this machine (the first has the driver), 2 rollout workers, 2 learner ranks, 2 reward
 processes, six steps of a tiny model. In the third step, when the stage begins, one is killed with SIGKILL; a node with
-all that runs on it. Afterwards the books are audited, and every answer must have been trained on once.
+all that runs on it. Or one rollout worker is not wanted any more (scale): then no token may be sampled twice.
+Afterwards the books are audited, and every answer must have been trained on once.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ from ray.cluster_utils import Cluster
 
 from headrace import api
 from headrace.config_file import load_config
+from headrace.ledger.files import scale
 from headrace.ledger.ledger import Ledger
 from headrace.ledger.recovery import Recovery
 from headrace.loop.loop import Loop
 from headrace.measured import Row
+from headrace.place import elastic
 from headrace.place.place import Place
 from headrace.runs.audit import audit, books
 
-VICTIMS, STAGES = ("rollout", "reward", "rank", "node"), ("rollout", "reward", "train", "publish")
+VICTIMS, STAGES = ("rollout", "reward", "rank", "node", "scale"), ("rollout", "reward", "train", "publish")
 STEPS, GROUPS, SAMPLES, AT_STEP = 6, 4, 4, 2
 ANSWER_TOKENS = 96
 LATER_S = {"rollout": 0.15}  # when answers are half done
@@ -98,8 +101,12 @@ class Watcher(api.Watcher):
         self.step = row.step
 
 
-def victim_of(place: Place, kind: str, nodes: Nodes) -> None:
+def victim_of(place: Place, kind: str, nodes: Nodes, run_dir: Path) -> None:
     """Kill one of the kind."""
+    if kind == "scale":
+        elastic.LOOK_S = 0.02  # the run is short
+        scale(run_dir, 1)
+        return
     hosts: Any = place.scorer._pool
     if kind == "node":
         everyone: list[Any] = [*place.pool.workers, *place.ranks.ranks]
@@ -109,7 +116,8 @@ def victim_of(place: Place, kind: str, nodes: Nodes) -> None:
         away = Counter(worker.node for worker in everyone if worker.node in {n.node_id for n in nodes.others})
         nodes.kill(away.most_common(1)[0][0])
         return
-    worker: Any = {"rollout": place.pool.workers, "rank": place.ranks.ranks, "reward": hosts._hosts}[kind][0]
+    judging = [host.result() for host in hosts._hosts]
+    worker: Any = {"rollout": place.pool.workers, "rank": place.ranks.ranks, "reward": judging}[kind][0]
     if not worker.pid:
         worker.wait_ready()
     os.kill(worker.pid, signal.SIGKILL)
@@ -170,7 +178,7 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
         made = await build(place, *args)
         if not struck:
             struck.append(place)
-            strike(place, made, stage, lambda: victim_of(place, victim, nodes), watcher)
+            strike(place, made, stage, lambda: victim_of(place, victim, nodes, run_dir), watcher)
         return made
 
     Place.loop = loop  # type: ignore[method-assign]
@@ -188,6 +196,9 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
     assert len(trained) == len(set(trained)) == STEPS * GROUPS, "a group was trained on twice"
     redone = found.dropped["redone"].tokens if "redone" in found.dropped else 0
     assert watcher.notes, "nothing was noticed"
+    if victim == "scale":
+        assert any("go on elsewhere" in note for note in watcher.notes), watcher.notes
+        assert redone == 0, f"{redone} tokens of a worker that only left were sampled twice"
     return f"{time.perf_counter() - started:.0f} s | {redone} | {watcher.notes[0]}"
 
 

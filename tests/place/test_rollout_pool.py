@@ -41,13 +41,16 @@ class Here:
     def __init__(self, workshop: Workshop, name: str) -> None:
         config = workshop.config(name)
         spec = RolloutSpec(config=config, name=name, epoch_s=0.0, longest_prompt=8, receiving=DiskReceiver)
-        self.name, self.worker, self.dead = name, RolloutWorker(DeviceThread(), spec), False
+        self.name, self.worker = name, RolloutWorker(DeviceThread(), spec)
+        self.dead = self.is_hung = False
 
     def ask(self, method: Callable[..., Any], *args: Any) -> Asked:
         return Asked(asyncio.ensure_future(self._answer(method.__name__, *args)))
 
     async def _answer(self, method: str, *args: Any) -> Any:
         found = await getattr(self.worker, method)(*args)
+        while self.is_hung and not self.dead:
+            await asyncio.sleep(0.01)
         if self.dead:
             raise WorkerLostError(f"{self.name} is lost")
         return found
@@ -116,12 +119,35 @@ async def test_without_anybody_an_aborted_group_ends_with_nothing(workshop: Work
     books.pool.close()
 
 
-async def test_a_worker_that_leaves_finishes_what_it_owes_and_is_given_nothing_new(workshop: Workshop):
+async def test_a_lost_worker_costs_only_what_it_sampled_since_it_last_told(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("headrace.rollout.pool.LOOK_S", 0.0)
+    undisturbed = Books(Here(workshop, "alone"))
+    expected = await asyncio.gather(*undisturbed.start(200))
+    doomed, other = Here(workshop, "doomed"), Here(workshop, "other")
+    books = Books(doomed, other)
+    futures, member = books.start(200), books.pool._members[doomed]
+    while sum(t.num_sampled_tokens for t in member.known.values()) < 40:
+        await asyncio.sleep(0.001)
+    told = sum(t.num_sampled_tokens for id, t in member.known.items() if id in member.orders)
+    books.pool.lose(doomed, "killed")  # type: ignore[arg-type]
+    assert told > 0
+    assert books.redone == member.sampled_tokens - member.delivered_tokens - told
+    found = await asyncio.gather(*futures)
+    assert {t.id: t.token_ids.tolist() for t in found} == {t.id: t.token_ids.tolist() for t in expected}
+    assert books.sampled == sum(t.num_sampled_tokens for t in found) + books.redone
+    undisturbed.pool.close()
+    books.pool.close()
+
+
+async def test_the_answers_of_a_worker_that_leaves_go_on_elsewhere_with_their_tokens(workshop: Workshop):
+    undisturbed = Books(Here(workshop, "alone"))
+    expected = await asyncio.gather(*undisturbed.start(200))
     leaving, staying = Here(workshop, "leaving"), Here(workshop, "staying")
     books = Books(leaving, staying)
-    first = books.start(100)
-    done = books.pool.retire(leaving)  # type: ignore[arg-type]
-    assert not done.is_set()
+    futures = books.start(200)
+    books.pool.retire(leaving)  # type: ignore[arg-type]
     assert books.pool.staying == [staying]
     assert books.pool.workers == [leaving, staying], "it takes new weights as long as it samples"
     prompt = Prompt(id="p9", text="", token_ids=PROMPT)
@@ -129,11 +155,30 @@ async def test_a_worker_that_leaves_finishes_what_it_owes_and_is_given_nothing_n
     owed = {order.serial for order in books.pool._members[leaving].orders.values()}
     assert owed
     assert 9 not in owed
-    await done.wait()
-    books.pool.dismiss(leaving)  # type: ignore[arg-type]
+    while not books.pool._members[leaving].sampled_tokens:
+        await asyncio.sleep(0.001)
+    await books.pool.leave(leaving)  # type: ignore[arg-type]
     assert books.pool.workers == [staying]
-    await asyncio.gather(*first, *later)
+    moved = [o.so_far[i] for o in books.pool._members[staying].orders.values() for i in o.so_far or ()]
+    assert sum(t.num_sampled_tokens for t in moved) > 0
+    found = await asyncio.gather(*futures)
+    assert {t.id: t.token_ids.tolist() for t in found} == {t.id: t.token_ids.tolist() for t in expected}
+    found += await asyncio.gather(*later)
     assert (books.redone, books.lost) == (0, [])
+    assert books.sampled == sum(t.num_sampled_tokens for t in found)
+    undisturbed.pool.close()
+    books.pool.close()
+
+
+async def test_a_worker_that_does_not_tell_leaves_all_the_same(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.rollout.pool.ANSWER_S", 0.05)
+    leaving, staying = Here(workshop, "leaving"), Here(workshop, "staying")
+    books = Books(leaving, staying)
+    futures = books.start(30)
+    leaving.is_hung = True
+    await books.pool.leave(leaving)  # type: ignore[arg-type]
+    found = await asyncio.gather(*futures)
+    assert books.sampled == sum(t.num_sampled_tokens for t in found) + books.redone
     books.pool.close()
 
 

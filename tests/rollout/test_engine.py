@@ -37,6 +37,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen2": {},
     "Mistral": {"sliding_window": 6},
     "Qwen3Moe": {},
+    "Cohere": {"logit_scale": 0.3},  # factors of the logits
+    "Granite": {"logits_scaling": 3.0},
+    "Cohere2": {"logit_scale": 0.3, "sliding_window": 6},
 }
 
 

@@ -83,6 +83,7 @@ def test_a_released_cache_is_made_again_and_every_answer_goes_on(policy: Policy)
     for id, generation in found.items():
         assert_same(generation, undisturbed[id])
     assert engine.sampled_tokens == sum(len(g.token_ids) for g in found.values())
+    assert engine.preemptions == 0, "the cache was not too small"
 
 
 def test_the_first_token_is_announced_once(policy: Policy):

@@ -1,7 +1,7 @@
 """The number of rollout workers changes while a run goes on, to what the run's directory asks for.
 
-A new worker joins once it holds the published version. A worker that is not wanted any more
-finishes its answers first. Both happen between two publications.
+A new worker joins once it holds the published version. The answers of a worker that is not wanted
+any more go on elsewhere, with the tokens that they have. Both happen between two publications.
 """
 
 import asyncio
@@ -83,23 +83,21 @@ class Elastic:
             await asyncio.sleep(LOOK_S)
 
     def _fit(self) -> None:
-        staying = self.pool.staying
-        for _ in range(self.wanted - len(staying) - len(self._joining)):
+        for _ in range(self.wanted - len(self.pool.staying) - len(self._joining)):
             background(self._add(), self._tasks, self._joining)
-        for worker in staying[self.wanted :]:
-            background(self._dismiss(worker, self.pool.retire(worker)), self._tasks)
-
-    async def _dismiss(self, worker: Worker[Sampler], done: asyncio.Event) -> None:
-        """End a worker when its answers are finished (`done`)."""
-        await done.wait()
-        leave = partial(self._in_loop, self._leave)
-        await asyncio.to_thread(self.publisher().remove_receiver, worker, leave)
+        for worker in self.pool.staying[self.wanted :]:
+            self.pool.retire(worker)
+            background(asyncio.to_thread(self.publisher().remove_receiver, worker, self._leave), self._tasks)
 
     def _leave(self, worker: Worker[Sampler]) -> None:
-        if worker in self.pool.workers:
-            self.pool.dismiss(worker)
-            self.on_note(f"{worker.name} has finished its answers and is gone")
-            self._fit()
+        """Called in a thread."""
+
+        async def leave() -> None:
+            if worker in self.pool.workers and await self.pool.leave(worker):
+                self.on_note(f"{worker.name} is gone; its answers go on elsewhere")
+                self._fit()
+
+        asyncio.run_coroutine_threadsafe(leave(), self._events).result()
 
     async def _add(self) -> None:
         """Start a new worker. It joins the pool once it holds the published version."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
@@ -59,8 +59,8 @@ class RolloutActor:
             if known is not None and known.finish is not FinishReason.ABORT:
                 self.on_finished(replace(known, id=id))
                 continue
-            before = order.nothing_sampled(i, now_s) if known is None else unanswered(known)
-            self._pending[id] = order, before
+            submitted_s = now_s if known is None else known.timing.submitted_s
+            self._pending[id] = order, order.nothing_sampled(i, submitted_s)
             parts = [order.turn] if order.turn else []
             if sampling.seed is not None:
                 parts = [0, sampling.seed % 2**64]
@@ -78,7 +78,7 @@ class RolloutActor:
         self._work.set()
 
     def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        """By serial and index, what unfinished requests sampled. Call it in the device thread."""
+        """By serial and index, what unfinished requests sampled (no texts). Call it in the device thread."""
         found: dict[int, dict[int, Trajectory]] = {}
         for id, generation in self.engine.under_way().items():
             if id in self._pending and (pending := self._pending[id])[0].counted:
@@ -117,13 +117,11 @@ class RolloutActor:
         Waits while most sessions are away and keep coming, no longer than a turn takes.
         """
         end_s = self.clock() + min(self._turn_s, MOST_GATHERED_S)
-        while len(self._away) > len(self._pending) and self.clock() < end_s:
-            self._came.clear()
-            try:
+        with suppress(TimeoutError):
+            while len(self._away) > len(self._pending) and self.clock() < end_s:
+                self._came.clear()
                 async with asyncio.timeout(COMING_S):
                     await self._came.wait()
-            except TimeoutError:
-                return
 
     def forget(self, sessions: Sequence[str]) -> None:
         self._away.difference_update(sessions)
@@ -139,7 +137,8 @@ class RolloutActor:
         if order.turn and generation.finish is not FinishReason.ABORT:
             self._away.add(generation.id.rpartition("#")[0])
             self._turn_s += 0.1 * (generation.finished_s - generation.started_s - self._turn_s)
-        self.on_finished(self._trajectory(before, generation))
+        text = self.engine.policy.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        self.on_finished(replace(self._trajectory(before, generation), text=str(text)))
 
     def _trajectory(self, before: Trajectory, generation: Generation) -> Trajectory:
         tokens, finished_s = generation.token_ids, generation.finished_s
@@ -151,14 +150,6 @@ class RolloutActor:
             logprobs=np.concatenate([before.logprobs, generation.logprobs]),
             spans=generation.spans,
             finish=generation.finish,
-            text=str(self.engine.policy.tokenizer.decode(tokens, skip_special_tokens=True)),
             timing=replace(before.timing, started_s=generation.started_s, finished_s=finished_s),
             replay=generation.replay,
         )
-
-
-def unanswered(known: Trajectory) -> Trajectory:
-    """An unfinished answer without what was sampled of it."""
-    start = known.spans[0].start if known.spans else len(known.token_ids)
-    kept = {name: getattr(known, name)[:start] for name in ("token_ids", "sampled", "logprobs")}
-    return replace(known, **kept, spans=(), replay=None)

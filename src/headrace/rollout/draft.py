@@ -91,8 +91,7 @@ class Drafter:
 
     def read(self, prompt: IntArray) -> None:
         """Learn from a prompt, without scoring: predictions are scored on sampled tokens only."""
-        contexts = contexts_of(prompt)[:-1]
-        slots, tags = _places(np.full(len(prompt), prompt_key(prompt)), contexts)
+        slots, tags = _places(np.full(len(prompt), prompt_key(prompt)), contexts_of(prompt)[:-1])
         self._write(slots, tags, prompt.astype(np.int64))
 
     def learn(self, rows: Rows) -> None:
@@ -157,13 +156,11 @@ class Drafter:
 
     def _rates(self) -> Doubles:
         """Acceptance rate of each kind of entry, weakest first; then 0, for no entry."""
-        rates = np.zeros((len(ORDERS), STREAKS))
-        right, scored = self._right.reshape(rates.shape), self._scored.reshape(rates.shape)
-        for order, streak in np.ndindex(rates.shape):
-            weaker = rates[order, streak - 1] if streak else rates[order - 1, 0] if order else 0.0
-            num_right, num_scored = right[order, streak], scored[order, streak]
-            rates[order, streak] = (num_right + PRIOR_TOKENS * weaker) / (num_scored + PRIOR_TOKENS)
-        return np.append(rates, 0.0)
+        rates = np.zeros(len(self._scored) + 1)
+        for kind, (right, scored) in enumerate(zip(self._right, self._scored, strict=True)):
+            weaker = rates[kind - 1] if kind % STREAKS else rates[kind - STREAKS] if kind else 0.0
+            rates[kind] = (right + PRIOR_TOKENS * weaker) / (scored + PRIOR_TOKENS)
+        return rates
 
     def _choose(self, chances: Doubles, level: int, needed: float) -> Ints:
         """Tokens `[n]` of each draft to verify: for most tokens per unit of time, or none."""
@@ -171,15 +168,12 @@ class Drafter:
         order = np.argsort(-chances, axis=None, kind="stable")
         order = order[: max(0, self._most_tokens - num_rows)]
         order = order[chances.flat[order] > 0]
-        counts = np.zeros(num_rows, np.int64)
-        if len(order):
-            drafted = np.arange(1, len(order) + 1)
-            speeds = (num_rows + chances.flat[order].cumsum()) / (level + num_rows + drafted)
-            best = int(speeds.argmax())
-            if speeds[best] >= needed:
-                # chances fall along a draft and the sort is stable: prefixes of drafts are chosen
-                np.add.at(counts, order[: best + 1] // chances.shape[1], 1)
-        return counts
+        expected = np.append(0.0, chances.flat[order].cumsum())  # accepted tokens of 0, 1, 2 ..
+        speeds = (num_rows + expected) / (level + num_rows + np.arange(len(expected)))
+        best = int(speeds.argmax())
+        # chances fall along a draft and the sort is stable: prefixes of drafts are chosen
+        chosen = order[: best if speeds[best] >= needed else 0]
+        return np.bincount(chosen // chances.shape[1], minlength=num_rows)
 
     def _look_up(self, slots: Ints, tags: Tags) -> tuple[Ints, Ints]:
         """The token `[M]` after the longest known context; the kind of entry `[M]`, -1 if none."""

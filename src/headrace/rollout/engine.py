@@ -142,7 +142,7 @@ class Engine:
             self._enforce_max_wall_s()
         self._admit()
         while self._prefilling and budget:
-            budget -= self._prefill(budget)
+            budget = self._prefill(budget)
             self._admit()
         return self._decode(4 if self._waiting else MOST_STEPS) if len(self._rows) else 1
 
@@ -163,6 +163,7 @@ class Engine:
     @torch.inference_mode()
     def release_cache(self) -> None:
         """Free the KV cache until there is work again; running sequences are preempted."""
+        self.preemptions -= len(self._rows)  # the cache is not full
         while self._kept or self._prefilling or len(self._rows):
             self._make_room()
         vars(self).pop("_store", None)
@@ -187,8 +188,9 @@ class Engine:
         """What each running or preempted request has sampled so far, by id; its finish is ABORT."""
         now_s = self.clock()
         running = [self._rows.park(row, now_s) for row in range(len(self._rows))]
-        waiting = [group.parked for group in self._waiting if group.parked is not None]
-        return {p.request.id: p.generation(FinishReason.ABORT, now_s) for p in (*running, *waiting)}
+        waiting = (group.parked for group in (*self._waiting, *self._prefilling))
+        parked = (*running, *filter(None, waiting))
+        return {p.request.id: p.generation(FinishReason.ABORT, now_s) for p in parked}
 
     @cached_property
     def _store(self) -> "RowStore | PagedStore":
@@ -239,14 +241,13 @@ class Engine:
         return False
 
     def _prefill(self, budget: int) -> int:
-        """Compute at most `budget` prompt tokens; the requests of a complete prompt start."""
+        """Compute at most `budget` prompt tokens; complete prompts start. Returns the rest."""
         chunks: list[Chunk] = []
-        left = budget
         for group in self._prefilling:
-            start, group.done = group.done, min(group.done + left, len(group.prompt))
+            start, group.done = group.done, min(group.done + budget, len(group.prompt))
             chunks.append(Chunk(group.place, start, group.done, group.prompt, group.known))
-            left -= group.done - start
-            if not left:
+            budget -= chunks[-1].size
+            if not budget:
                 break
         last_hidden, routes = self._store.prefill(chunks)
         ends = np.cumsum([chunk.size for chunk in chunks])
@@ -255,8 +256,8 @@ class Engine:
         complete = [g for g in self._prefilling if g.done == len(g.prompt)]
         self._prefilling = self._prefilling[len(complete) :]
         self._start(complete, last_hidden)
-        self.computed_tokens += budget - left
-        return budget - left
+        self.computed_tokens += int(ends[-1])
+        return budget
 
     def _start(self, complete: list[_PromptGroup], last_hidden: torch.Tensor) -> None:
         """Sample a token for each request; `last_hidden` begins with what follows these prompts."""
@@ -396,8 +397,7 @@ class Engine:
                 known = group.parked
                 self._finished.append(known.generation(finish, now_s) if known else nothing)
             group.requests = [request for request in group.requests if request.id not in ids]
-        for group in self._prefilling:
-            if not group.requests:
+            if not group.requests and group in self._prefilling:
                 self._store.close(group.place)
         self._prefilling = [group for group in self._prefilling if group.requests]
         self._waiting = deque(group for group in self._waiting if group.requests)

@@ -1,11 +1,11 @@
 """All rollout workers as one sampler: a group goes to the worker with the fewest requests.
 
-Workers may join, retire or be lost at any time; the orders of a lost one go to others, and its lost
-tokens are booked as redone. The noise of a request is the same on every worker, so at the same
-version the trajectory is the same, too.
+Workers may join, leave or be lost at any time. Their answers go on elsewhere from what they last
+told of; what a lost one sampled after that is booked as redone. The noise is alike on all workers.
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,6 +16,10 @@ from headrace.roles import Sampler, Worker
 from headrace.types import IntArray, News, Order, Trajectory
 
 ANSWER_S = 60.0  # timeout of calls that a worker answers from memory
+LOOK_S = 20.0  # after which a worker in another process tells what its answers have sampled
+TOLD_BYTES_PER_S = 5e6  # that it tells of them at most: with experts they may be large
+LEAVE_S = 5.0  # that it has for it when it leaves
+UnderWay = Mapping[int, Mapping[int, Trajectory]]  # by serial and index
 
 
 @dataclass(slots=True, eq=False)
@@ -27,9 +31,11 @@ class _Member:
     sampled_tokens: int = 0  # reported
     delivered_tokens: int = 0  # of finished trajectories
     counts: EngineCounts = field(default_factory=EngineCounts)
-    leaves: asyncio.Event | None = None  # retiring: no new orders; set when none is left
+    retired: bool = False  # it gets no new orders
     following: asyncio.Task[None] = field(init=False)  # hears what the worker tells
-    under_way: asyncio.Future[Mapping[int, Mapping[int, Trajectory]]] | None = None  # asked for
+    under_way: asyncio.Future[UnderWay] | None = None  # asked for
+    known: dict[str, Trajectory] = field(default_factory=dict)  # by id, as it last told
+    look_s: float = 0.0  # when it is to tell again
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,8 +55,7 @@ class RolloutPool:
     _futures: dict[str, asyncio.Future[Trajectory]] = field(default_factory=dict, init=False)
     _homes: dict[str, Worker[Sampler]] = field(default_factory=dict, init=False)  # by session: who has its cache
     _past: EngineCounts = field(default_factory=EngineCounts, init=False)  # of former workers
-    _failure: Exception | None = field(default=None, init=False)
-    _failed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _failures: asyncio.Queue[Exception] = field(default_factory=asyncio.Queue, init=False)
 
     @property
     def workers(self) -> list[Worker[Sampler]]:
@@ -59,7 +64,7 @@ class RolloutPool:
     @property
     def staying(self) -> list[Worker[Sampler]]:
         """Workers that get new orders."""
-        return [worker for worker, member in self._members.items() if member.leaves is None]
+        return [worker for worker, member in self._members.items() if not member.retired]
 
     @property
     def counts(self) -> EngineCounts:
@@ -79,43 +84,47 @@ class RolloutPool:
             self._members[worker].version = version
 
     def lose(self, worker: Worker[Sampler], why: str) -> None:
-        """Remove a worker that is lost or must go; its unfinished requests go to others."""
-        if (member := self.dismiss(worker)) is None:
-            return
-        if redone := member.sampled_tokens - member.delivered_tokens:
-            self.on_redone(redone)
-        self.on_lost(worker, why)
-        for order in {id(order): order for order in member.orders.values()}.values():
-            owed = [i for i in range(len(order.indices)) if order.request_id(i) in member.orders]
-            indices = tuple(order.indices[i] for i in owed)
-            samplings = tuple(order.samplings[i] for i in owed)
-            self._give(replace(order, indices=indices, samplings=samplings))
+        """Remove a worker that is lost or must go."""
+        if self._dismiss(worker):
+            self.on_lost(worker, why)
 
-    def retire(self, worker: Worker[Sampler]) -> asyncio.Event:
-        """Give a worker no more orders. The event is set when it has none: then `dismiss` it."""
-        member = self._members[worker]
-        member.leaves = asyncio.Event()
-        if not member.orders:
-            member.leaves.set()
-        return member.leaves
+    def retire(self, worker: Worker[Sampler]) -> None:
+        """Give a worker no more orders: it is to `leave` soon."""
+        self._members[worker].retired = True
 
-    def dismiss(self, worker: Worker[Sampler]) -> _Member | None:
-        """Remove a worker; returns what it leaves, or None if it was no member."""
+    async def leave(self, worker: Worker[Sampler]) -> bool:
+        """Remove a worker that first tells what it has sampled. False if it was lost meanwhile."""
+        told, left = self._ask_under_way(worker), list[bool]()
+        told.add_done_callback(lambda _: left.append(self._dismiss(worker)))  # before it tells of more
+        await asyncio.wait([told], timeout=LEAVE_S)
+        return any(left) or self._dismiss(worker)
+
+    def _dismiss(self, worker: Worker[Sampler]) -> bool:
+        """Remove a worker, whose answers go on elsewhere. False if it was no member."""
         if (member := self._members.pop(worker, None)) is None:
-            return None
+            return False
         worker.kill()  # nothing that it still sends may be booked
         if member.following is not asyncio.current_task():
             member.following.cancel()
-        if member.leaves is not None:
-            member.leaves.set()
         self._tell_under_way(member, {})
         self._past = self._past + member.counts
-        return member
+        kept_tokens = member.delivered_tokens
+        for order in {id(order): order for order in member.orders.values()}.values():
+            names = {order.request_id(i): i for i in range(len(order.indices))}
+            owed = [i for name, i in names.items() if name in member.orders]
+            told = [t for name, t in member.known.items() if names.get(name) in owed]
+            kept_tokens += sum(_fresh_tokens(order, t) for t in told)
+            so_far = {**(order.so_far or {}), **{t.index: t for t in told}}
+            indices = tuple(order.indices[i] for i in owed)
+            samplings = tuple(order.samplings[i] for i in owed)
+            self._give(replace(order, indices=indices, samplings=samplings, so_far=so_far))
+        if member.sampled_tokens > kept_tokens:
+            self.on_redone(member.sampled_tokens - kept_tokens)
+        return True
 
     def fail(self, error: Exception) -> None:
         """No worker can continue: every pending future raises `error`."""
-        self._failure = self._failure or error
-        self._failed.set()
+        self._failures.put_nowait(error)
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(error)
@@ -157,21 +166,22 @@ class RolloutPool:
 
     async def run(self) -> None:
         """Wait for a failure: workers sample by themselves."""
-        await self._failed.wait()
-        assert self._failure is not None
-        raise self._failure
+        raise await self._failures.get()
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what unfinished requests have sampled. It is booked on return."""
-        for worker, member in self._members.items():
-            if member.under_way is None:
-                member.under_way = asyncio.get_running_loop().create_future()
-                worker.ask(Sampler.tell_under_way)
         found: dict[int, dict[int, Trajectory]] = {}
-        for groups in await asyncio.gather(*(m.under_way for m in self._members.values() if m.under_way)):
+        for groups in await asyncio.gather(*map(self._ask_under_way, self._members)):
             for serial, group in groups.items():
                 found.setdefault(serial, {}).update(group)
         return found
+
+    def _ask_under_way(self, worker: Worker[Sampler]) -> asyncio.Future[UnderWay]:
+        member = self._members[worker]
+        if member.under_way is None:
+            member.under_way = asyncio.get_running_loop().create_future()
+            worker.ask(Sampler.tell_under_way)
+        return member.under_way
 
     def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
         """Greedy next token and its log-prob of every engine with the newest weights. Call it in the device thread."""
@@ -207,6 +217,8 @@ class RolloutPool:
                 for note in (news := await worker.ask(Sampler.news)).notes:
                     self.on_note(note)
                 self._hear(member, news)
+                if worker.pid != os.getpid() and self.clock.now() > member.look_s:
+                    self._ask_under_way(worker)
         except WorkerLostError as lost:
             self.lose(worker, str(lost))
         except Exception as error:  # of the engine: another worker would raise it, too
@@ -224,18 +236,24 @@ class RolloutPool:
         for trajectory in news.finished:
             order = member.orders.pop(trajectory.id)
             if order.counted:
-                member.delivered_tokens += trajectory.num_sampled_tokens
-                if known := (order.so_far or {}).get(trajectory.index):  # sampled by another worker
-                    member.delivered_tokens -= known.num_sampled_tokens
+                member.delivered_tokens += _fresh_tokens(order, trajectory)
             future = self._futures.pop(trajectory.id)
             if not future.done():
                 future.set_result(trajectory)
-        if member.leaves is not None and not member.orders:
-            member.leaves.set()
         if news.under_way is not None:
+            member.known = {t.id: t for group in news.under_way.values() for t in group.values()}
+            replays = [t.replay for t in member.known.values() if t.replay is not None]
+            size = sum(replay.routes.nbytes for replay in replays if replay.routes is not None)
+            member.look_s = self.clock.now() + LOOK_S + size / TOLD_BYTES_PER_S
             self._tell_under_way(member, news.under_way)
 
-    def _tell_under_way(self, member: _Member, found: Mapping[int, Mapping[int, Trajectory]]) -> None:
+    def _tell_under_way(self, member: _Member, found: UnderWay) -> None:
         if member.under_way is not None and not member.under_way.done():
             member.under_way.set_result(found)
         member.under_way = None
+
+
+def _fresh_tokens(order: Order, trajectory: Trajectory) -> int:
+    """Tokens of it that the order's worker has sampled, and no other."""
+    before = (order.so_far or {}).get(trajectory.index)
+    return trajectory.num_sampled_tokens - (before.num_sampled_tokens if before else 0)

@@ -272,10 +272,9 @@ class Rows:
         return RowSequence(request, *before, next(self._orders), supports, whole[start:])
 
     def resume(self, parked: RowSequence, now_s: float, routes: RouteArray) -> None:
-        """Append a parked row. `routes` are of all its tokens, the newest included."""
+        """Append a parked row, as begun `decoded_s` ago. `routes` are of all its tokens."""
         row, count = len(self), len(parked.sampled)
-        began_s = now_s - parked.decoded_s  # without the time that it was parked
-        self.add(parked.prompt, [parked.request], began_s, parked.prompt_routes)
+        self.add(parked.prompt, [parked.request], now_s - parked.decoded_s, parked.prompt_routes)
         self.sequences[row] = replace(parked, sampled=NOTHING)
         if count > self._table.shape[1]:
             self._grow(len(self._all_states), max(GROWTH_TOKENS, 2 * count))
@@ -287,13 +286,11 @@ class Rows:
         return self._table["token"][row, : self.sampled[row]]
 
     def remove(self, row: int) -> None:
-        last = len(self) - 1
-        if row != last:
-            count = self.sampled[last]
-            self._table[row, :count] = self._table[last, :count]
-            self.states[row] = self.states[last]
-        self.sequences[row] = self.sequences[last]
-        del self.sequences[last]
+        count = self.sampled[-1]
+        self._table[row, :count] = self._table[len(self) - 1, :count]
+        self.states[row] = self.states[-1]
+        self.sequences[row] = self.sequences[-1]
+        del self.sequences[-1]
 
     def _grow(self, num_rows: int, num_tokens: int) -> None:
         """Pages of zeros take no memory until written, so one long sequence costs little."""

@@ -150,7 +150,7 @@ class Server:
 
 
 class TheirServer(Server):
-    """One that the user has started, at `http://host:port`, perhaps with `:key@` before the host."""
+    """One that the user has started, at `http://host:port`, perhaps with `:key@` before it."""
 
     def __init__(self, address: str, directory: Path, launch: Callable[[Path], Launch]) -> None:
         url = urlsplit(address)

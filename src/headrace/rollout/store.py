@@ -203,7 +203,7 @@ class RowStore:
         return num_rows * longest + self._kept_tokens <= self._kv_tokens
 
     def open(self, num_prompt: int, num_requests: int, kept: Arena | None = None, num_kept: int = 0) -> int | None:
-        """A place for a prompt's cache, which begins with `num_kept` tokens of `kept`; None: full."""
+        """A place for a prompt's cache, beginning with `num_kept` tokens of `kept`; None: full."""
         place = min(self._free, default=None)
         longest = max(num_prompt, self._staging.capacity)
         if place is None or (place >= STAGING_ROWS and (place + 1) * longest > STAGING_TOKENS):
