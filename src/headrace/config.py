@@ -82,7 +82,7 @@ class ModelSection(SettingsSection):
     threads: NonNegativeInt = setting(
         0, "CPU threads for torch; 0 takes as many as are measured to be fastest", most=512
     )
-    exact: bool = setting(False, "same bits in engine and learner; slower")
+    exact: Literal["auto", True, False] = setting("auto", "same bits in engine and learner; auto: on a GPU that can")
 
 
 class PromptsSection(SettingsSection):
@@ -254,7 +254,7 @@ class LearnerSection(SettingsSection):
         "weight of the divergence (KL) from the reference, the weights before any step; 0 is off",
         most=MOST,
     )
-    teacher: Home = setting("", "directory or .gguf file of another reference, with the same vocabulary: distillation")
+    teacher: Home = setting("", "reference to distil from: directory, .gguf file, file.py:function")
     kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the KL")
     kl_in: Literal["loss", "reward"] = setting("loss", "add the KL to the loss, or take it off the reward")
     lora_rank: NonNegativeInt = setting(
@@ -394,7 +394,7 @@ def _of_learning(config: Config) -> Iterator[str]:
         yield "reward.function = 'regex' needs reward.pattern"
     if learner.kl_coef and learner.kl_in == "loss" and learner.kl_estimator == "k1":
         yield "learner.kl_in = 'loss' and learner.kl_estimator = 'k1': its gradient averages to zero; use k2 or k3"
-    if learner.lora_rank and config.model.exact:
+    if learner.lora_rank and config.model.exact is True:
         told = "adapters have no exact form; set one of them off"
         yield f"learner.lora_rank = {learner.lora_rank} and model.exact = true: {told}"
     if config.publish.encoding == "adapter" and not learner.lora_rank:
@@ -405,14 +405,13 @@ def _of_learning(config: Config) -> Iterator[str]:
 
 
 def _of_algorithms(config: Config) -> Iterator[str]:
-    learner = config.learner
+    learner, max_lag, replay = config.learner, config.loop.max_lag, config.buffer.replay
     for key, names in BUILT_IN.items():
         if (given := attrgetter(key)(config)) not in names and ":" not in given:
             known = ", ".join(f"'{name}'" for name in names)
             yield f"{key} = '{given}' is none of {known}, and names no 'file.py:function'"
     if learner.advantage == "gae" and learner.credit != "episode":
         yield f"learner.advantage = 'gae' and learner.credit = '{learner.credit}': the critic credits each token itself"
-    max_lag, replay = config.loop.max_lag, config.buffer.replay
     if replay[0] and replay[1] < 2:
         yield f"buffer.replay = {list(replay)}: what is trained on once at most is never trained on again"
     if learner.loss == "reinforce" and (max_lag or replay[0]) and learner.correction == "none":
@@ -466,9 +465,11 @@ def _of_generation(config: Config) -> Iterator[str]:
 def _of_engines(config: Config) -> Iterator[str]:
     rollout, place = config.rollout, config.place
     truncates = rollout.top_k or rollout.top_p < 1 or rollout.min_p
+    if ":" in config.learner.teacher and (rollout.temperature != (1.0,) or truncates):
+        yield "learner.teacher is a function, which needs rollout.temperature = 1 and no top_k, top_p or min_p"
     told = f"it tells what they left only with a top_k up to {MOST_TOP_K}"
     cannot = {
-        "model.exact = true: its log-probs are not the learner's to the bit": config.model.exact,
+        "model.exact = true: its log-probs are not the learner's to the bit": config.model.exact is True,
         "rollout.speculate or kv_tokens: put its own flags into rollout.command": rollout.speculate
         or rollout.kv_tokens,
         f"rollout.max_wall_s = {rollout.max_wall_s}: it cannot lay answers aside": rollout.max_wall_s,

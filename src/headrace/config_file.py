@@ -22,8 +22,8 @@ from headrace.user_code import names_file, names_function
 
 COMMAND_LINE = "command line"
 NAME_FUNCTIONS = (*BUILT_IN, "reward.function", "episode.environment", "episode.agent")
-NAME_SOURCES = ("prompts.source", "prompts.eval_source", "warmstart.source")  # or a function
-NAME_MODELS = ("model.path", "model.tokenizer", "learner.teacher")
+NAME_SOURCES = ("prompts.source", "prompts.eval_source", "warmstart.source", "learner.teacher")  # or a function
+NAME_MODELS = ("model.path", "model.tokenizer")
 NAME_FILES = (*NAME_FUNCTIONS, *NAME_SOURCES, *NAME_MODELS)
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
@@ -32,15 +32,12 @@ SETTINGS: dict[str, FieldInfo] = {
     f"{section}.{key}": field for section, model in SECTIONS.items() for key, field in model.model_fields.items()
 }
 
-
 PAIRS = {
     "learner.betas": ("learner.beta1", "learner.beta2"),
     "learner.clip": ("learner.clip_low", "learner.clip_high"),
     "learner.correction_limits": ("learner.correction_low", "learner.correction_high"),
 }
 GONE = ("buffer.min_share", "loop.eval_patience", "place.address", "publish.bucket_mb", "reward.overlong_penalty")
-
-
 INSTEAD = {
     "prompts.shuffle": 'true is prompts.select = "uniform", the default, and false is "in-order"',
     "place.address": "put the address of the Ray cluster into the environment, RAY_ADDRESS=...",
@@ -245,7 +242,8 @@ def _read_overrides(overrides: Sequence[str], given: dict[str, Given]) -> list[s
             problems.append(f"{override!r} is not of the form section.key=value ({COMMAND_LINE})")
         else:
             wanted = SETTINGS[key].annotation if key in SETTINGS else None
-            given[key] = _parse(text, wanted is str or get_origin(wanted) is Literal), COMMAND_LINE
+            wants_text = wanted is str or (get_origin(wanted) is Literal and True not in get_args(wanted))
+            given[key] = _parse(text, wants_text), COMMAND_LINE
     return problems
 
 
@@ -254,7 +252,7 @@ def _parse(text: str, wants_text: bool) -> Any:
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
-        return text
+        return text == "True" if text in ("True", "False") and not wants_text else text
     if len(parsed) > 1 or (wants_text and not isinstance(parsed["value"], str)):
         return text
     return parsed["value"]
@@ -265,7 +263,7 @@ def _parse(text: str, wants_text: bool) -> Any:
 
 def _validate(given: Mapping[str, Given], file_is_whole: bool) -> tuple[Config | None, list[str]]:
     """The config, or what is wrong: first with each value alone, then with their combination."""
-    bools = [key for key, field in SETTINGS.items() if field.annotation is bool]
+    bools = [key for key, field in SETTINGS.items() if True in (field.annotation is bool, *get_args(field.annotation))]
     # Pydantic would take true for 1.
     flags = [key for key, (value, _) in given.items() if isinstance(value, bool)]
     wrong = dict.fromkeys(key for key in flags if key not in bools)

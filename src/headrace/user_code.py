@@ -32,7 +32,8 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise error(f"{setting} = '{spec}': expected 'module:function' or 'path/to/file.py:function'")
+        expected = "'module:function' or 'path/to/file.py:function'"
+        raise error(f"{setting} = '{spec}': expected {expected}")
     path = Path(os.path.expanduser(place)) if names_file(place) else None
     if path is not None and not path.is_file():
         raise error(f"{setting}: there is no file {path.absolute()}")
@@ -94,7 +95,7 @@ class TooLongError(HeadraceError):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TooLongError inside the block after `seconds`, at the next instruction; in any thread."""
+    """Raise TooLongError in the block after `seconds`, at the next instruction; in any thread."""
     thread_id, lock, over = threading.get_ident(), threading.Lock(), threading.Event()
 
     def interrupt() -> None:

@@ -17,14 +17,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from hand_made import group_of, trajectory
 from safetensors.torch import load_file, save_file
 from tiny_policies import tiny_policy
 
 import headrace
 from headrace.config import COMMANDS, RolloutSection
 from headrace.config_file import DEMO, load_config
+from headrace.learner.teacher import teacher_logprobs
 from headrace.ledger.ledger import Ledger
 from headrace.place.rollout_worker import SERVERS
+from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
 from headrace.rollout.engine_server import ServerEngine
 from headrace.rollout.engine_vllm import CPU
@@ -488,6 +491,30 @@ def test_servers_of_the_users_own_are_asked_together(
     finally:
         for process in running:
             end(process)
+
+
+def test_a_server_is_a_teacher(which: str, policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    policy.save(tmp_path / "model")
+    port = free_port()
+    process = start_as_its_user(which, tmp_path / "model", port)
+    try:
+        await_answer(port, process)
+        monkeypatch.setenv("TEACHER_BASE_URL", f"http://127.0.0.1:{port}/v1")
+        monkeypatch.setenv("TEACHER_MODEL", {"vllm": "policy", "sglang": str(tmp_path / "model")}[which])
+        monkeypatch.setenv("TEACHER_TOKENIZER", str(tmp_path / "model"))
+        teacher = f"{DEMO.parent / 'teacher_server.py'}:logprobs"
+        rng = np.random.default_rng(0)
+        answers = [rng.integers(3, 30, n).tolist() for n in (1, 7, 60)]
+        group = group_of(*(trajectory(prompt=PROMPT.tolist(), answer=answer) for answer in answers))
+        found = teacher_logprobs(teacher, group)
+        for answer, told in zip(answers, found, strict=True):
+            ids = torch.tensor([*PROMPT.tolist(), *answer])
+            plan, at = PackedPlan([len(ids)], ids.device), torch.arange(len(PROMPT), len(ids))
+            with torch.no_grad():
+                expected = policy.logprobs(ids, plan, at, 1.0)[0].numpy()
+            np.testing.assert_allclose(told, expected, atol=1e-5)
+    finally:
+        end(process)
 
 
 def free_port() -> int:

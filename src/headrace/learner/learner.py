@@ -56,7 +56,8 @@ class Learner:
         # over the update: sequences; loss, log-probs, clipped tokens, KL, critic's loss; those of the mismatch
         self._sums = torch.zeros(6 + NUM_SUMS, dtype=torch.float64)
         self._waiting: list[Item] = []  # of the step, if its updates need all of it
-        self._reference = reference_of(policy, section, sharding) if section.kl_coef else None
+        has_reference = section.kl_coef and ":" not in section.teacher  # else a function is asked
+        self._reference = reference_of(policy, section, sharding) if has_reference else None
         if section.checkpoint_activations:
             policy.checkpoint_activations()
         self._optimizer = Optimizer(policy.held(), section, sharding)
@@ -296,7 +297,7 @@ def reference_of(policy: Policy, section: LearnerSection, sharding: Sharding | N
     """What the KL is from: the policy as it is now, or a teacher."""
     if not section.teacher:
         return policy.frozen_copy()
-    kind: Any = {"dtype": str(policy.dtype).removeprefix("torch."), "device": str(policy.device)}
+    kind: Any = {"dtype": str(policy.dtype).removeprefix("torch."), "device": str(policy.device), "exact": False}
     teacher = load_policy(ModelSection(path=section.teacher, **kind), mesh=sharding.mesh if sharding else None)
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise ModelError(f"learner.teacher = '{section.teacher}' has another vocabulary than the model that it teaches")

@@ -1,4 +1,4 @@
-"""The ranks of the learner as one, for the loop: groups become micro-batches, shared by the ranks."""
+"""The ranks of the learner as one, for the loop: groups become micro-batches, shared by all."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,6 +14,7 @@ from headrace.errors import LearnerLostError, ModelError, WorkerLostError
 from headrace.learner.batch import Packer, balanced, split
 from headrace.learner.credit import credits, token_rewards
 from headrace.learner.objective import kl, users_function
+from headrace.learner.teacher import teacher_logprobs
 from headrace.measured import Mismatch, PolicyFacts, StepStats
 from headrace.roles import Cluster, R, Reply, Trainer, Worker
 from headrace.types import Example, FloatArray, Group, IntArray, Item, Trajectory
@@ -25,11 +26,11 @@ class Intake:
     """The groups of the current step, until their micro-batches (of all `num_ranks`) are full."""
 
     def __init__(self, section: LearnerSection, num_ranks: int = 1) -> None:
-        if section.teacher and not Path(section.teacher).exists():
+        if section.teacher and ":" not in section.teacher and not Path(section.teacher).exists():
             raise ModelError(f"learner.teacher = '{section.teacher}': no such directory or file")
-        for setting, spec in (("learner.advantage", section.advantage), ("learner.loss", section.loss)):
-            if ":" in spec:
-                users_function(setting, spec)  # raises what is wrong with it, before anything is sampled
+        for name in ("advantage", "loss", "teacher"):
+            if ":" in (spec := getattr(section, name)):
+                users_function(f"learner.{name}", spec)  # raises what is wrong, before anything is sampled
         self._section = section
         # an advantage of reinforce++ or of a user's depends on the other groups of its step
         self._whole = section.in_whole_steps or section.advantage == "reinforce++" or ":" in section.advantage
@@ -88,6 +89,7 @@ class Ranks:
         self.ranks = list(ranks)
         self.first = self.ranks[0]  # saves and sends
         self.uses_reference = bool(section.kl_coef)
+        self.teacher = section.teacher if ":" in section.teacher else ""  # a function that is asked
         self.keeps_reference = self.uses_reference and not section.teacher  # its weights are nowhere else
         self.lost = False  # a rank is gone, and no other can do anything any more
         self._cluster = cluster
@@ -109,6 +111,8 @@ class Ranks:
         return self.gather([rank.ask(Trainer.finish) for rank in self.ranks])[0]
 
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
+        if self.teacher:
+            return teacher_logprobs(self.teacher, group)
         parts = [replace(group, trajectories=tuple(part)) for part in self._parts(group.trajectories)]
         asked = zip(self.ranks, parts, strict=True)
         answers = self.gather([rank.ask(Trainer.reference_logprobs, part) for rank, part in asked])

@@ -108,7 +108,7 @@ class Loop:
                         tasks.create_task(self.groups.start(*prompts.next()))
 
     async def deliver(self) -> None:
-        """Bring each version to the workers while the learner goes on; then new groups may start."""
+        """Bring each version to the workers while the learner goes on; then groups may start."""
         while True:
             await self._deliver(await self._offered.get())
             if not self.over:  # else a group that starts now is never trained on
@@ -185,7 +185,8 @@ class Loop:
             with self.stages.clock.span(stage, version=self.version, detail=detail):
                 return work()
 
-        return await self.stages.device.run(timed)
+        elsewhere = stage == "reference" and self.stages.ranks.teacher
+        return await (beside(timed) if elsewhere else self.stages.device.run(timed))
 
     async def _update(self) -> StepStats:
         """Take the optimizer step. It is not cancelled: weights that changed must be booked."""
@@ -293,7 +294,7 @@ class Loop:
     async def _end(self, *tasks: asyncio.Task[None]) -> None:
         """End all tasks; what is left behind depends on the `State` (see ending.py)."""
         sampling, producing, delivering = tasks
-        self.ending.begin()
+        self.ending.become(State.FAILED)
         assert self._learning is not None
         self._learning.cancel()
         await asyncio.wait([self._learning])

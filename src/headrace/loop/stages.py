@@ -1,6 +1,7 @@
 """The objects that the loop calls: one class per stage, and what serves them all."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.buffer.buffer import Buffer
 from headrace.learner.ranks import Ranks
@@ -33,4 +34,5 @@ class Stages:
     clock: StageClock
     device: Device
     checkpoints: Checkpoints
+    tokenizer: Any
     shares_memory: bool = False  # engine caches are freed for the optimizer step
