@@ -167,7 +167,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A branch: tokens from `start` to the next segment's go on after token `after` (-1: a new root).
+    """A branch: tokens from `start` to the next segment's go on after `after` (-1: a new root).
 
     Example: Segment(start=40, after=11)
     """
@@ -227,7 +227,7 @@ class Trajectory:
         return replace(self, reward=(self.reward or 0.0) + more, reward_parts=parts)
 
     def ranges(self, place: int) -> list[tuple[int, int]]:
-        """Where the tokens from the root to the token `place` are, as starts and ends (exclusive)."""
+        """Where the tokens from the root to `place` are, as starts and ends (exclusive)."""
         found = []
         while place >= 0:
             number = bisect_right(self.segments, place, key=lambda segment: segment.start)
@@ -301,6 +301,7 @@ class Score:
 
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
+    steps: tuple[tuple[int, float], ...] = ()  # where each ends in the text, its reward
     failure: DropReason | None = None
     detail: str = ""
     value: Any = None  # what an environment says, in place of a reward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from headrace.errors import RewardError
 from headrace.reward.function import Mode, read_verdict, read_verdicts, resolve
+from headrace.reward.worker import HEADER, _reply, score_of
 from headrace.types import DropReason
 from headrace.user_code import source_hash
 
@@ -95,6 +97,31 @@ def test_parts_are_summed() -> None:
     score = read_verdict({"correct": 1, "format": 0.25}, "mine")
     assert score.reward == 1.25
     assert score.parts == {"correct": 1.0, "format": 0.25}
+
+
+def test_a_part_may_be_given_step_by_step() -> None:
+    score = read_verdict({"format": 0.25, "steps": [[5, 1], (9, np.float32(-0.5))]}, "mine")
+    assert (score.reward, score.parts) == (0.75, {"format": 0.25, "steps": 0.5})
+    assert score.steps == ((5, 1.0), (9, -0.5))
+    assert read_verdict({"steps": 3}, "mine").steps == ()
+    empty = read_verdict({"steps": [[np.int64(0), 0.5], [4, 1.0], [4, 2.0]]}, "mine")
+    assert empty.steps == ((0, 0.5), (4, 1.0), (4, 2.0)), "a step may be empty"
+    assert read_verdict({"steps": []}, "mine").parts == {"steps": 0.0}
+    reply = json.loads(_reply(0, score, 0.5)[HEADER.size :])
+    assert score_of(reply) == score, "also from a process of its own"
+    assert score_of(reply | {"steps": [[5, 9.0]]}).failure is DropReason.REWARD_ERROR
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [[1.0], [[1, 2.0, 3]], [[-1, 1.0]], [[4, 1.0], [3, 1.0]], [["4", 1.0]], [[4.5, 1.0]], [[4, None]],
+     [[4, float("nan")]], [[None, 1.0]], {"4": 1.0}],
+)  # fmt: skip
+def test_steps_that_make_no_sense_are_a_failure(steps: Any) -> None:
+    score = read_verdict({"right": 1.0, "steps": steps}, "mine")
+    assert score.failure is DropReason.REWARD_ERROR
+    assert "part 'steps'" in score.detail
+    assert "ends whole and not falling" in score.detail
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,13 @@ may lie anywhere and in several pieces; nothing after this file relies on where.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
+from tokenizers.decoders import DecodeStream
 
 from headrace.config import Config
 from headrace.loop.books import RowMaker
@@ -30,10 +35,11 @@ from headrace.types import (
     Sampling,
     Score,
     Trajectory,
+    Turn,
 )
 
 Answer = asyncio.Future[Any]  # a trajectory of the engines alone, or an episode's outcome
-Scoring = Callable[[Completion], Awaitable[Score]]
+Steps = Sequence[tuple[int, float]]  # where each step of an answer ends in its text, and its reward
 SoFar = Mapping[int, Trajectory]  # by index, what the answers of a group have sampled
 # A group that a resumed run starts again: serial, attempt, and what it goes on from. Without that,
 # it starts from its prompt, and the ledger does not know the attempt yet.
@@ -41,7 +47,11 @@ Again = tuple[int, int, SoFar | None]
 
 
 async def episode(
-    prompt: Prompt, sampled: Awaitable[Trajectory | Outcome], score: Scoring, now: Callable[[], float]
+    prompt: Prompt,
+    sampled: Awaitable[Trajectory | Outcome],
+    score: Callable[[Completion], Awaitable[Score]],
+    now: Callable[[], float],
+    split: Callable[[Trajectory, Steps], Trajectory] = lambda trajectory, steps: trajectory,
 ) -> Outcome:
     """The outcome of one answer to `prompt`; `sampled` is its generation, queued by the caller.
 
@@ -55,6 +65,8 @@ async def episode(
     if trajectory.finish is FinishReason.ABORT:
         return Outcome(trajectory=trajectory, failure=DropReason.STALE)
     found = await score(Completion.of(prompt, trajectory))
+    if found.steps and not trajectory.turns:
+        trajectory = split(trajectory, found.steps)
     trajectory = replace(trajectory, verdict_s=found.seconds, verdict_output=found.output, verdict_failure=found.detail)
     if found.failure is not None:
         return Outcome(trajectory=trajectory, failure=found.failure, detail=found.detail)
@@ -127,7 +139,7 @@ class Groups:
     async def _finish(self, prompt: Prompt, answer: Answer) -> Outcome:
         """The outcome of one episode. Its failure is RUN_ENDED if the end of the run cut it off."""
         try:
-            outcome = await episode(prompt, answer, self._score, self._stages.clock.now)
+            outcome = await episode(prompt, answer, self._score, self._stages.clock.now, self._split)
         except asyncio.CancelledError:
             if not self._ending.orderly or not answer.done() or answer.cancelled():
                 raise
@@ -137,6 +149,22 @@ class Groups:
         if outcome.detail:
             self._rows.reward_failed(outcome.detail)
         return outcome
+
+    def _split(self, t: Trajectory, steps: Steps) -> Trajectory:
+        """The answer with a turn for each step; a token belongs to the first that goes as far as it."""
+        ids, stream = t.token_ids[t.sampled].tolist(), DecodeStream(skip_special_tokens=True)
+        pieces, borders = [""], [0, *(end for end, _ in steps[:-1]), len(t.text)]
+        with suppress(Exception):  # it raises no other: bytes that are no character
+            pieces = [stream.step(self._stages.tokenizer.backend_tokenizer, id) or "" for id in ids]
+        ends = np.cumsum([0, *map(len, pieces)])
+        if "".join(pieces) != t.text:
+            ends = np.linspace(0, len(t.text), len(ids) + 1)  # about
+        cuts = [0, *np.minimum(np.searchsorted(ends, borders[1:-1]), len(ids)).tolist(), len(ids)]
+        at, turns = len(t.token_ids) - len(ids), list[Turn]()  # where the answer begins
+        whole = Turn(start=0, end=0, finish=t.finish, temperature=self._samplings[t.index].temperature)
+        for (a, b), (c, d), (_, own) in zip(pairwise(cuts), pairwise(borders), steps, strict=True):
+            turns.append(replace(whole, start=at + a, end=at + b, reward=own, text=t.text[c:d]))
+        return replace(t, turns=tuple(turns))
 
     async def _score(self, completion: Completion) -> Score:
         with self._stages.clock.span("reward", version=self._stages.books.version):

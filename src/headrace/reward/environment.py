@@ -164,7 +164,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
     Example: {"type": "function", "function": {"name": "add", "description": ..., "parameters": ...}}
     """
-    parameters = _untitled(_arguments_of(function).model_json_schema()) | {"additionalProperties": False}
+    parameters = _untitled(_arguments_of(function).model_json_schema())
     about = {"name": function.__name__, "description": _docstring(function)[0] or function.__name__}
     return {"type": "function", "function": about | {"parameters": {"properties": {}, "required": []} | parameters}}
 

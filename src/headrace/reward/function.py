@@ -32,6 +32,7 @@ Mode = Literal["single", "async", "batch"]  # with one completion, awaited, or w
 
 BUILTIN_NAMES = ("exact", "regex", "math")
 BATCH_PARAMETER = "completions"
+STEPS = "steps"  # a part of the reward that is given step by step
 # Temporary errors of Python, requests, httpx and openai, by name: a function may use any or none.
 _PASSING = {"ConnectionError", "TimeoutError", "Timeout", "TransportError"}
 _PASSING |= {"APIConnectionError", "RateLimitError", "InternalServerError"}
@@ -186,17 +187,32 @@ def read_verdict(verdict: Any, name: str) -> Score:
     if verdict is None:
         return failure("the reward function returned None: it cannot judge this answer")
     parts: dict[str, float] = {}
-    for key, value in verdict.items() if isinstance(verdict, Mapping) else [(name, verdict)]:
-        number = _number(value)
+    given = verdict if isinstance(verdict, Mapping) else {name: verdict}
+    steps = _steps(given.get(STEPS))
+    for key, value in given.items():
+        of_steps = key == STEPS and steps is not None
+        number = sum((reward for _, reward in steps or ()), 0.0) if of_steps else _number(value)
         if number is None or not isinstance(key, str):
             inside = f" (part {reprlib.repr(key)})" if isinstance(verdict, Mapping) else ""
-            found = f"{_describe(verdict)}{inside}, not a finite number"
-            return failure(f"the reward function returned {found}")
+            wanted = "a finite number" + ", or [end, reward] pairs, ends whole and not falling" * (key == STEPS)
+            told = f"{_describe(verdict)}{inside}, not {wanted}"
+            return failure(f"the reward function returned {told}")
         parts[key] = number
     reward = sum(parts.values())
     if not parts or not math.isfinite(reward):
         return failure(f"the reward function returned {_describe(verdict)}, which has no finite sum")
-    return Score(reward=reward, parts=parts)
+    return Score(reward=reward, parts=parts, steps=steps or ())
+
+
+def _steps(given: Any) -> tuple[tuple[int, float], ...] | None:
+    """Where each step of an answer ends in its text, and its reward; None if it is none of that."""
+    read: list[tuple[int, float]] = []
+    for pair in given if isinstance(given, list | tuple) else [None]:
+        end, reward = map(_number, pair) if isinstance(pair, list | tuple) and len(pair) == 2 else (None, None)
+        if end is None or reward is None or end != int(end) or end < (read[-1][0] if read else 0):
+            return None
+        read.append((int(end), reward))
+    return tuple(read)
 
 
 def read_verdicts(verdicts: Any, name: str, num_items: int) -> list[Score]:
@@ -242,18 +258,18 @@ def _describe(value: Any) -> str:
 def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
     """BATCH by the name of its one parameter, ASYNC if it is a coroutine function."""
     try:
-        parameters = list(inspect.signature(call).parameters.values())
+        signature = inspect.signature(call)
     except (TypeError, ValueError):
         return "single"  # written in C, without a signature: the first call will tell
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
-    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if not positional or any(p is not positional[0] for p in needed):
-        names = ", ".join(str(p) for p in parameters)
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        names = ", ".join(map(str, signature.parameters.values()))
         raise RewardError(
             f"reward.function = '{spec}' has the wrong parameters ({names}): it must take one, "
             f"a single Completion, or a list of them if it is called '{BATCH_PARAMETER}'"
-        )
-    if positional[0].name == BATCH_PARAMETER:
+        ) from error
+    if next(iter(signature.parameters)) == BATCH_PARAMETER:
         return "batch"
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004
     return "async" if is_async else "single"

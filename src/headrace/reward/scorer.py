@@ -221,7 +221,8 @@ class VerdictCache:
             score = await judge()
             if score.failure is None:
                 self.verdicts[key] = replace(score, output="", seconds=0.0)  # of this call, and of no other answer
-                self.on_verdict(key, score)
+                if not score.steps:  # a restart would not find them
+                    self.on_verdict(key, score)
                 if len(self.verdicts) > MAX_VERDICTS:
                     del self.verdicts[next(iter(self.verdicts))]
             return score

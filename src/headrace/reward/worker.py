@@ -26,14 +26,14 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from headrace.errors import HeadraceError
-from headrace.reward.function import RewardFunction, Setup, failure, failure_of, read_verdict
+from headrace.reward.function import STEPS, RewardFunction, Setup, failure, failure_of, read_verdict
 from headrace.types import DropReason, Score
 
 HEADER = struct.Struct("!Q")
 LAST_WORDS_S = 5.0
 END_OF_CALL = b"\0headrace: end of a call\0"  # written to stdout and stderr: what comes next belongs to the next call
 REASONS = (DropReason.REWARD_ERROR, DropReason.REWARD_TIMEOUT, DropReason.REWARD_UNAVAILABLE)
-_IN_REPLY = ("reward", "parts", "failure", "detail", "value")
+_IN_REPLY = ("reward", "parts", "failure", "detail", "value", "steps")
 
 
 def frame(payload: bytes) -> bytes:
@@ -60,13 +60,13 @@ def score_of(reply: Mapping[str, Any], output: str = "") -> Score:
 
 
 def _verdict(reply: Mapping[str, Any]) -> Score:
-    reward, parts, reason, detail, value = map(reply.get, _IN_REPLY)
+    reward, parts, reason, detail, value, steps = map(reply.get, _IN_REPLY)
     if isinstance(reason, str) and reason in REASONS and isinstance(detail, str):
         return failure(detail, DropReason(reason))
     if value is not None and reason is None:
         return Score(reward=0.0, value=value)
     if reason is None and isinstance(parts, dict) and {type(n) for n in (reward, *parts.values())} <= {int, float}:
-        score = read_verdict(parts, "")
+        score = read_verdict(parts | ({STEPS: steps} if steps else {}), "")
         if score.reward == reward:
             return score
     return failure(f"the worker process sent something that is no verdict: {reprlib.repr(dict(reply))}")
