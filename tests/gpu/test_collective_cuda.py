@@ -105,7 +105,7 @@ def receivers() -> Iterator[Receivers]:
 def test_the_same_bytes_arrive_and_a_death_is_an_error_not_a_hang(receivers: Receivers, encoding: str) -> None:
     torch.cuda.set_device(0)
     sender = CollectiveSender(device=device_of(0))
-    publisher = Publisher(Encoder(encoding), sender, torch.bfloat16)
+    publisher = Publisher(Encoder(encoding), sender)
     publisher.expect(["here"] * NUM_RECEIVERS)
     for version in range(3):
         ticket = publisher.stage(version, on_device(version))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,10 @@ from hand_made import trajectory
 from mixtures import MIXTURES
 from played_turns import assert_as_from_scratch, play
 
+from headrace.config import LearnerSection, ModelSection
 from headrace.errors import ModelError
 from headrace.learner.batch import pack
-from headrace.policy.policy import Policy
+from headrace.policy.policy import Policy, load_policy
 from headrace.rollout.engine import Engine
 from headrace.types import Item, Replay
 
@@ -133,6 +135,18 @@ def test_an_output_head_of_odd_width_is_refused(make_policy: Callable[..., Polic
     cpu.model.resize_token_embeddings(99)
     with pytest.raises(ModelError, match="sizes that 8 divides, and the output head makes 99 numbers of 256"):
         Policy(cpu.model.to("cuda", torch.bfloat16), cpu.tokenizer, exact=True)
+
+
+def test_auto_is_exact_where_that_is_possible(make_policy: Callable[..., Policy], tmp_path: Path):
+    def loaded(width: int, learner: LearnerSection | None = None) -> bool:
+        policy = make_policy("Qwen3", **SHAPE)
+        policy.model.resize_token_embeddings(width)
+        policy.save(tmp_path / str(width))
+        return load_policy(ModelSection(path=str(tmp_path / str(width)), device="cuda"), learner).exact
+
+    assert loaded(128)
+    assert not loaded(99)
+    assert not loaded(128, LearnerSection(lora_rank=4))
 
 
 def test_drafts_change_nothing(make_policy: Callable[..., Policy]):

@@ -123,6 +123,7 @@ def test_a_machine_that_cannot_is_refused(make_policy: Callable[..., Policy], mo
 def test_the_setting_reaches_the_policy(policy: Policy, tmp_path):
     policy.save(tmp_path)
     assert load_policy(ModelSection(path=str(tmp_path), device="cpu", exact=True)).exact
+    assert not load_policy(ModelSection(path=str(tmp_path), device="cpu")).exact  # auto: it costs more there
 
 
 def test_a_gpu_whose_few_rows_have_other_bits_goes_without_that_kernel(monkeypatch: pytest.MonkeyPatch):

@@ -220,9 +220,9 @@ def test_refuses_a_damaged_directory(directory: Path, damage: Callable[[Path], o
 
 
 def test_refuses_a_device_that_is_none(directory: Path):
-    with pytest.raises(ModelError, match="is not a device"):
+    with pytest.raises(ModelError, match="is not supported; use auto"):
         resolve_device("abacus")
-    with pytest.raises(ModelError, match="is not a device"):
+    with pytest.raises(ModelError, match="is not supported; use auto"):
         load_policy(ModelSection(path=str(directory), device="abacus"))
 
 

@@ -131,17 +131,8 @@ def _load(pointer, mask):
 
 @triton.jit
 def _add_norm_forward(
-    x,
-    update,
-    weight,
-    total,
-    normed,
-    epsilon,
-    width,
-    ADD: constexpr,
-    WIDTH: constexpr,
-    EARLY: constexpr,
-):
+    x, update, weight, total, normed, epsilon, width, ADD: constexpr, WIDTH: constexpr, EARLY: constexpr
+):  # fmt: skip
     await_last(EARLY)
     row = tl.program_id(0).to(tl.int64) * width
     at = tl.arange(0, WIDTH)
@@ -266,7 +257,7 @@ def rotate_and_store(
 
     `slots_T` are page * PAGE + offset in the page.
     """
-    q_norm, k_norm = heads.norms if heads.norms is not None else (qkv_TN, qkv_TN)
+    q_norm, k_norm = heads.norms or (qkv_TN, qkv_TN)
     queries = qkv_TN.new_empty(len(qkv_TN), heads.num, heads.size)
     strides = keys.stride(0), keys.stride(2), keys.stride(1)
     _rotate[(len(qkv_TN),)](
@@ -279,7 +270,7 @@ def rotate_and_store(
 def rotate_heads(qkv_TN: Tensor, heads: Heads, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries `[T, H, D]` and keys `[T, J, D]` after QK-norm and RoPE, and values `[T, J, D]`."""
     if torch.is_grad_enabled():
-        norms = heads.norms if heads.norms is not None else (None, None)
+        norms = heads.norms or (None, None)
         return _RotateHeads.apply(qkv_TN, *norms, heads, cos_TD, sin_TD)  # type: ignore[no-untyped-call, no-any-return]
     k, v = (qkv_TN.new_empty(len(qkv_TN), heads.num_kv, heads.size) for _ in range(2))
     pages = k[:, :, None], v[:, :, None]  # of one token
@@ -301,8 +292,7 @@ class _RotateHeads(torch.autograd.Function):
         qkv, cos, sin = ctx.saved_tensors
         heads, tokens = ctx.heads, len(qkv)
         grad = torch.empty_like(qkv)
-        normed = heads.norms is not None
-        q_norm, k_norm = heads.norms if normed else (qkv, qkv)
+        q_norm, k_norm = heads.norms or (qkv, qkv)
         rows = triton.cdiv(tokens, PROGRAMS)
         programs = triton.cdiv(tokens, rows)
         partial = torch.empty(programs, 2, heads.size, dtype=torch.float32, device=qkv.device)
@@ -310,7 +300,7 @@ class _RotateHeads(torch.autograd.Function):
             qkv, q_norm, k_norm, cos, sin, grad_q.contiguous(), grad_k.contiguous(),
             grad_v.contiguous(), grad, partial, heads.epsilon, tokens, rows, **heads.sizes, num_warps=8,
         )  # fmt: skip
-        of_norms = _sum_rows(partial.flatten(1)).view(2, -1).to(q_norm.dtype) if normed else (None, None)
+        of_norms = _sum_rows(partial.flatten(1)).view(2, -1).to(q_norm.dtype) if heads.norms else (None, None)
         return grad, *of_norms, None, None, None
 
 

@@ -95,7 +95,8 @@ class RayWorker:
         self._made = RayReply(made or handle.whereabouts.remote(), name)
 
     def ask(self, method: Callable[..., Any], *args: Any, **named: Any) -> RayReply:
-        return RayReply(self._handle.ask.remote(self._place, method.__name__, args, named), self.name)
+        ref = self._handle.ask.remote(self._place, method.__name__, args, named)
+        return RayReply(ref, self.name)
 
     def beside(self, make: Callable[..., Any], *args: Any) -> "RayWorker":
         return RayWorker(self.name, self._handle, self._place + 1, self._handle.serve_beside.remote(make, *args))

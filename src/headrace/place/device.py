@@ -15,20 +15,20 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 from headrace.errors import ConfigError
+from headrace.loop.watchdog import settle
 from headrace.roles import R
-
-_Work = tuple[Future[Any], Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class DeviceThread:
     """Runs work in the order it is queued. A daemon thread: Python waits for an executor's."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._between: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._serve, name="device", daemon=True)
         self._thread.start()
@@ -43,9 +43,9 @@ class DeviceThread:
         """Queue work. Called in the device thread itself, it is done at once."""
         future: Future[R] = Future()
         if threading.current_thread() is self._thread:
-            _do(future, work, args, named)
+            settle(future, work, *args, **named)
         else:
-            self._queue.put((future, work, args, named))
+            self._queue.put(partial(settle, future, work, *args, **named))
         return future
 
     def do_between(self, work: Callable[[], None]) -> None:
@@ -59,18 +59,9 @@ class DeviceThread:
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
-            _do(*item)
+            item()
             del item  # keep no tensors alive while waiting
             self._between()
-
-
-def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(work(*args, **named))
-    except BaseException as error:
-        future.set_exception(error)
 
 
 # ---- errors about the device's memory: what needed it, how much is free, which settings need less

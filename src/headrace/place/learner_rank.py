@@ -52,7 +52,8 @@ class LearnerRank:
         All of it is masters, moments, gradients and the reference policy, without activations.
         """
         section = self._config.learner
-        total, reference = 0, self.policy.dtype.itemsize if section.kl_coef else 0
+        has_reference = section.kl_coef and ":" not in section.teacher
+        total, reference = 0, self.policy.dtype.itemsize if has_reference else 0
         for parameter in self.policy.model.parameters():
             size = parameter.dtype.itemsize
             trained = (12 if size == 2 else 2 * size) + size if parameter.requires_grad else 0
@@ -92,10 +93,10 @@ class LearnerRank:
             store = self._store or TCPStore(host, port, is_master=False)
             device = resolve_device(config.model.device)
             self._sharding = Sharding(rank=self._rank, num_ranks=num_ranks, store=store, device=device)
-        self.policy = policy_of(self._device, config, self._sharding.mesh if self._sharding else None)
+        mesh = self._sharding.mesh if self._sharding else None
+        self.policy = policy_of(self._device, config, mesh)
         if self._rank == 0 and self._sending is not None:
-            encoder = Encoder(config.publish.encoding)
-            self._publisher = Publisher(encoder, self._sending(), self.policy.dtype)
+            self._publisher = Publisher(Encoder(config.publish.encoding), self._sending())
         return PolicyFacts(
             name=type(self.policy.model).__name__,
             num_weights=sum(p.numel() for p in self.policy.model.parameters()),
@@ -103,6 +104,7 @@ class LearnerRank:
             dtype=str(self.policy.dtype).removeprefix("torch."),
             max_context=self.policy.max_context,
             eos_ids=tuple(sorted(self.policy.eos_ids)),
+            exact=self.policy.exact,
             unchecked=self.policy.unchecked,
         )
 
@@ -153,11 +155,10 @@ class LearnerRank:
         return self.learner.reference_tensors() if reference else self.learner.tensors()
 
     def save(self, directory: Path) -> None:
-        if self._sharding is None:
-            self.policy.save(directory)
-            return
-        whole = self.learner.weights(self.policy.dtype)  # gathered by all ranks, kept by the first
-        weights = {name: tensor.cpu() for name, tensor in whole if self._rank == 0}
+        weights = None
+        if self._sharding is not None:  # gathered by all ranks, kept by the first
+            whole = self.learner.weights(self.policy.dtype)
+            weights = {name: tensor.cpu() for name, tensor in whole if self._rank == 0}
         if self._rank == 0:
             self.policy.save(directory, weights)
 
@@ -193,6 +194,8 @@ class LearnerRank:
 def policy_of(device: DeviceThread, config: Config, mesh: DeviceMesh | None = None) -> Policy:
     """The policy, with adapters if those are trained, over `mesh`. Sets the threads of `device`."""
     model = config.model
+    if model.exact == "auto" and (config.rollout.engine != "embedded" or config.learner.ranks > 1):
+        model = model.model_copy(update={"exact": False})  # the other side has other bits
     if model.threads:
         torch.set_num_threads(model.threads)
     with memory_for("the model", MODEL):
@@ -200,7 +203,7 @@ def policy_of(device: DeviceThread, config: Config, mesh: DeviceMesh | None = No
     if not model.threads and policy.device.type == "cpu":
         choice = device.call(ThreadChoice, policy.model.get_input_embeddings().weight.shape[1])
         device.call(choice.choose)
-        if not model.exact:  # bits depend on the number of threads
+        if not policy.exact:  # bits depend on the number of threads
             device.do_between(choice.choose_if_due)
     return policy
 

@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -240,12 +240,13 @@ class Place:
             clock=self.clock,
             device=self.device,
             checkpoints=checkpoints,
+            tokenizer=self._tokenizer,
             shares_memory=self._colocated and self._sending is not None,
         )
-        return Loop(config, stages, on_row, self._on_note)
+        return Loop(config.but(model={"exact": self.facts.exact}), stages, on_row, self._on_note)
 
-    async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
-        """Supervised steps on worked examples. Calls `on_step(steps done, loss)`."""
+    async def warm_start(self) -> AsyncIterator[tuple[int, float]]:
+        """Supervised steps on worked examples. Yields the number of steps done and the loss."""
         section, rng = self.config.warmstart, np.random.default_rng([self.config.run.seed, 1])
         at_once = 1 if self._sending is None else WARM_STEPS_AT_ONCE  # calls to a process are slow
         sizes = [min(at_once, section.steps - done) for done in range(0, section.steps, at_once)]
@@ -257,7 +258,7 @@ class Place:
         examples = await drawn(sizes[0])
         for number, following in enumerate([*sizes[1:], 0]):  # drawn while others are learned
             losses, examples = await asyncio.gather(self.device.run(self.ranks.warm_up, examples), drawn(following))
-            on_step(sum(sizes[: number + 1]), losses[-1])
+            yield sum(sizes[: number + 1]), losses[-1]
 
     async def _worked(self, prompt: Prompt, solution: Any) -> Example:
         """The tokens of a worked example, and which of them are learned."""
@@ -274,7 +275,8 @@ class Place:
         if not any(message.get("role") == "assistant" for message in solution):
             raise DataError(f"prompt '{prompt.id}': its worked chat has no answer")
         if prompt.id not in self._worked_chats:
-            self._worked_chats[prompt.id] = asyncio.create_task(self._player.worked(prompt, solution))
+            playing = self._player.worked(prompt, solution)
+            self._worked_chats[prompt.id] = asyncio.create_task(playing)
         return await self._worked_chats[prompt.id]
 
     def progress(self) -> object:
@@ -315,7 +317,6 @@ class Place:
 
     def _rollout_workers(self) -> list[Worker[Sampler]]:
         """The first rollout workers, made and ready. Called in a thread."""
-        workers: list[Worker[Sampler]]
         if self._colocated:
             ranks = self.ranks.ranks
             workers = [rank.beside(self._make_sampler, self._rollout_spec(rank.name)) for rank in ranks]
@@ -332,8 +333,9 @@ class Place:
         return self.cluster.spawn(spec.name, self._make_sampler, spec, gpus=self._gpus * gpus_of(self.config.rollout))
 
     def _rollout_spec(self, name: str) -> RolloutSpec:
+        as_learner = {"exact": self.facts.exact}  # whether "auto" is
         return RolloutSpec(
-            config=self.config.but(run={"dir": str(self.run_dir.absolute())}),
+            config=self.config.but(run={"dir": str(self.run_dir.absolute())}, model=as_learner),
             name=name,
             epoch_s=time.time() - self.clock.now(),
             longest_prompt=max(len(p.token_ids) for p in self.prompts.held_out),
@@ -381,8 +383,7 @@ def open_place(
     if config.place.cluster == "local":
         cluster, ends = InlineCluster(), None
     else:
-        ray = load_optional("headrace.place.cluster_ray", "ray", "ray")
-        cluster = ray.RayCluster()
+        cluster = load_optional("headrace.place.cluster_ray", "ray", "ray").RayCluster()
         ends = _ends(config, run_dir, "cuda" if _uses_gpus(config, cluster) else "cpu")
     try:
         return Place(config, run_dir, cluster, ends, resumed=resumed, on_note=on_note, reward=reward)
@@ -420,14 +421,12 @@ def _room_for_prompts(config: Config, max_context: int) -> int:
     """Tokens of the model's context that are not kept for the answer."""
     answer = config.rollout.max_new_tokens
     if answer >= max_context:
-        told = f"rollout.max_new_tokens = {answer} leaves no room for a prompt"
-        raise ConfigError(f"{told}: the model's context is {max_context}")
+        raise ConfigError(f"rollout.max_new_tokens = {answer} leaves no room in the model's context of {max_context}")
     return max_context - answer
 
 
 def _uses_gpus(config: Config, cluster: Cluster) -> bool:
-    device = config.model.device
-    return device.startswith("cuda") or (device == "auto" and cluster.num_gpus > 0)
+    return config.model.device.startswith("cuda") or (config.model.device == "auto" and cluster.num_gpus > 0)
 
 
 def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
@@ -436,8 +435,7 @@ def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
         return 0.0
     workers, ranks, needed = config.rollout.workers, config.learner.ranks, num_devices(config)
     if needed > cluster.num_gpus:
-        colocated = config.place.layout == "colocated"
-        advice = "lower both" if colocated else "lower one of them, or set place.layout = 'colocated'"
+        advice = "lower both" if config.place.layout == "colocated" else "lower one, or set place.layout = 'colocated'"
         raise ConfigError(
             f"rollout.workers = {workers} and learner.ranks = {ranks} need {needed} GPUs, and the "
             f"cluster has {cluster.num_gpus}: {advice}"

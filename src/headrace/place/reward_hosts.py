@@ -30,8 +30,7 @@ class RewardHost:
 
     async def judge(self, blob: bytes) -> tuple[Score, int, int]:
         """A pickled completion's score, and the pool's `num_retried` and `num_workers_replaced`."""
-        score = await self._pool.judge(blob)
-        return score, self._pool.num_retried, self._pool.num_workers_replaced
+        return await self._pool.judge(blob), self._pool.num_retried, self._pool.num_workers_replaced
 
 
 class RewardHosts:

@@ -14,7 +14,7 @@ from functools import partial
 from headrace.config import Config
 from headrace.errors import ConfigError
 from headrace.ledger.files import SERVED
-from headrace.measured import PublishTimes, StageClock
+from headrace.measured import StageClock
 from headrace.place.device import CACHE, GIB, DeviceThread, memory_for, room
 from headrace.place.learner_rank import LearnerRank, policy_of
 from headrace.policy.policy import Policy, resolve_device
@@ -153,14 +153,14 @@ class RolloutWorker:
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
         await self._fetching.run(partial(self._subscriber.stage, ticket, timeout_s))
 
-    def commit(self, version: int) -> PublishTimes:
+    def commit(self, version: int) -> float:
         if self._shares_policy:
             self.engine.weights_changed(version)
-            return PublishTimes()
+            return 0.0
         with self._clock.span("publish", version=version, worker=self._name, detail="apply"):
             self._subscriber.commit(version)
             self.engine.weights_changed(version)
-        return self._subscriber.times
+        return self._subscriber.fetch_s
 
     async def abandon(self, version: int) -> None:
         self._subscriber.abandon(version)

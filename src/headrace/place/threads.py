@@ -16,7 +16,6 @@ ROUND_S = 0.01
 SHARE = 0.01  # of all time that measuring may take
 EVERY_S = 5.0  # but not more often than this
 
-
 Measure = Callable[[Callable[[], object]], float]
 
 

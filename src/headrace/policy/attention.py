@@ -138,8 +138,7 @@ class PackedPlan:
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
     """The rows `index` of `x`, some perhaps often: their gradients are added in one order, which indexing does not."""
-    found: Tensor = F.embedding(index, x.flatten(1)).unflatten(1, x.shape[1:])
-    return found
+    return F.embedding(index, x.flatten(1)).unflatten(1, x.shape[1:])  # type: ignore[no-any-return]
 
 
 class _Packed(torch.autograd.Function):
@@ -157,7 +156,5 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, scale, window = ctx.rest
-        how = {"scale": scale, "window": window}
-        blocks = plan.blocks(attention.QUERIES)
-        grads = attention.attention_gradient(grad.contiguous(), ctx.saved_tensors, blocks, **how)
-        return *grads, None, None, None
+        given = grad.contiguous(), ctx.saved_tensors, plan.blocks(attention.QUERIES)
+        return *attention.attention_gradient(*given, scale=scale, window=window), None, None, None

@@ -163,9 +163,8 @@ def attend(q_BRD: Tensor, keys_BDL: Tensor, values_BLD: Tensor, mask: Tensor, mu
     rows = q_BRD.shape[1]  # padded to a `multiple`, by default the proven one
     fill = -rows % (multiple or _query_rows(q_BRD.shape[2], q_BRD.dtype, torch.get_num_threads()))
     q_BRD = F.pad(q_BRD, (0, 0, 0, fill)) if fill else q_BRD
-    scores = torch.bmm(q_BRD, keys_BDL)[:, :rows] + mask
     # sums run over one key after the other: the exact zeros of masked keys change none of them
-    probs = torch.softmax(scores, dim=-1)
+    probs = torch.softmax(torch.bmm(q_BRD, keys_BDL)[:, :rows] + mask, dim=-1)
     probs = F.pad(probs, (0, 0, 0, fill)) if fill else probs
     tiles = zip(probs.split(SUMMED, 2), values_BLD.split(SUMMED, 1), strict=True)
     out = torch.bmm(*next(tiles))

@@ -196,8 +196,7 @@ class FamilyBody:
             q, k = norm(attention.q_norm, q), norm(attention.k_norm, k)
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         how = attention.scaling, self._window(attention), *self._exact
-        out = plan.attend(attention.layer_idx, q, k, v, *how)
-        x = x + linear(attention.o_proj, out.flatten(1))
+        x = x + linear(attention.o_proj, plan.attend(attention.layer_idx, q, k, v, *how).flatten(1))
         h = norm(layer.post_attention_layernorm, x)
         if hasattr(mlp, "experts"):
             return x + self._mixture(mlp, h)

@@ -34,7 +34,8 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
     backend = tokenizer.backend_tokenizer
     if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
         return tokenizer  # not a byte-level vocabulary, or a rule that `transformers` knows
-    rule = text_value(path, "tokenizer.ggml.pre")
+    field = GGUFReader(path).get_field("tokenizer.ggml.pre")
+    rule = None if field is None else str(field.contents())
     if rule in DIGITS_ALONE:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -43,8 +44,3 @@ def gguf_tokenizer(path: Path, **options: Any) -> Any:
         told = f"the rule '{rule}', which Headrace does not know, so its tokens would be wrong"
         raise ModelError(f"{path} splits text by {told}; set model.tokenizer to a directory with the original one")
     return tokenizer
-
-
-def text_value(path: Path, key: str) -> str | None:
-    field = GGUFReader(path).get_field(key)
-    return None if field is None else str(field.contents())

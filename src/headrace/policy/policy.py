@@ -25,7 +25,7 @@ from headrace.config import LearnerSection, ModelSection
 from headrace.errors import ModelError
 from headrace.kernels import AVAILABLE, softmax
 from headrace.policy.attention import NAME, PackedPlan
-from headrace.policy.exact import ExactBody, check_rows, not_exact, use_batch_invariant_gemms
+from headrace.policy.exact import EVEN, ExactBody, check_rows, not_exact, use_batch_invariant_gemms
 from headrace.policy.exact import linear as exact_linear
 from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.hub import located
@@ -86,6 +86,7 @@ class Policy:
         with torch.no_grad():
             found = self._gathered_for(self._checked)
         model.train(was_training)
+        torch.cuda.empty_cache()  # of the checks: the engine's cache is sized by what is free
         self.num_kv_heads, self.head_size, self.value_size, self.unchecked = found
 
     def _checked(self) -> tuple[int, int, int, str]:
@@ -114,11 +115,18 @@ class Policy:
             if self._family is not None:
                 return self._family(token_ids_T, positions_1T, plan)
             out = self.body(input_ids=token_ids_T[None], position_ids=positions_1T, use_cache=False, plan=plan)
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden if self.logit_scale == 1 else hidden * self.logit_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits `[.., V]`, in the precision of the weights."""
         return self._linear(hidden, self.head_weight)
+
+    @cached_property
+    def logit_scale(self) -> float:
+        """A factor of the logits (Cohere, Granite), taken into the hidden states."""
+        divisor = getattr(self.config, "logits_scaling", None) or 1.0
+        return float(getattr(self.config, "logit_scale", None) or 1.0 / divisor)
 
     @property
     def head_weight(self) -> Tensor:
@@ -198,16 +206,12 @@ class Policy:
             why = "has parts whose result for a token depends on the rest of its batch"
             raise not_exact(f" is for {names}; {self.name} {why}")
         on_gpu, half = self.device.type == "cuda", self.dtype in (torch.bfloat16, torch.float16)
-        if on_gpu and self.shards is not None:
-            why = "a sharded policy does not compute with the batch-invariant kernels"
-            raise not_exact(f" on a GPU needs learner.ranks = 1: {why}")
         if half is not on_gpu:
             needed = "model.dtype = 'float32' on a CPU and 'bfloat16' or 'float16' on a GPU"
             here = f"'{str(self.dtype).removeprefix('torch.')}' on '{self.device.type}'"
             raise ModelError(f"model.exact = true needs {needed}; here it is {here}")
         if on_gpu and not self._family.fits_kernels:
-            given = f"the model's is {self._family.head_size}"
-            raise not_exact(f" on a GPU needs Triton and a head size that is a power of two; {given}")
+            raise not_exact(f" on a GPU needs Triton, one rank, heads of 2^n numbers (here {self._family.head_size})")
         if on_gpu:
             use_batch_invariant_gemms()
         elif self.routers.num_layers:
@@ -218,12 +222,9 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setting, num_gpus = f"model.device = '{name}'", torch.cuda.device_count()
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"{setting} is not a device; use auto, cpu, cuda or cuda:0") from error
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu(:0)?|cuda(:(0|[1-9]\d?))?", name):
         raise ModelError(f"{setting} is not supported; use auto, cpu, cuda or cuda:0")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise ModelError(f"{setting}, but torch sees {num_gpus or 'no'} GPU{'s' * (num_gpus > 1)} here")
     return device
@@ -261,14 +262,23 @@ def load_policy(
         return model
 
     if mesh is None:
-        return Policy(adapted(whole().to(device)), tokenizer, exact=section.exact)
+        model = adapted(whole().to(device))
+        even = len(model.get_output_embeddings().weight) % EVEN == 0  # most that cannot fail here
+        if section.exact != "auto" or device.type != "cuda" or not even:
+            return Policy(model, tokenizer, exact=section.exact is True)
+        try:
+            return Policy(model, tokenizer, exact=True)
+        except (ModelError, torch.OutOfMemoryError) as error:
+            policy = Policy(model, tokenizer)
+            policy.unchecked = policy.unchecked or f"exact mode is off: {str(error).partition(';')[0]}"
+            return policy
     with refusing(f"model.path = '{section.path}' cannot be loaded"):
         shards = Shards(lambda: adapted(_empty(path, dtype)), device, dtype, mesh, frozen=False)
         is_read = not rank and shards.read(path)
     if not is_read:
         first = adapted(whole()) if mesh.get_rank() == 0 else None
         shards.fill(first and dict(first.named_parameters()) | dict(first.named_buffers()))
-    return Policy(shards.model, tokenizer, exact=section.exact, shards=shards)
+    return Policy(shards.model, tokenizer, exact=section.exact is True, shards=shards)
 
 
 def _empty(path: Path, dtype: torch.dtype) -> Any:

@@ -66,8 +66,7 @@ def check_weights(policy: Policy) -> None:
     if getattr(policy.head, "bias", None) is not None:
         raise ModelError(f"{policy.name} has a bias on its output head, which is not supported")
     changing = [kind for rope in _ropes(policy) if (kind := rope.get("rope_type")) in ("dynamic", "longrope")]
-    chunked = getattr(policy.config, "attention_chunk_size", None)
-    if changing or chunked:
+    if changing or getattr(policy.config, "attention_chunk_size", None):
         what = f"'{changing[0]}' position embeddings" if changing else "chunked attention"
         told = "what a token attends to would depend on the length of others in its batch"
         raise ModelError(f"{policy.name} uses {what}: {told}")
@@ -128,7 +127,7 @@ def _check_windows(policy: Policy) -> str:
         ids = random_ids(policy, 1, affordable[-1])
         with policy.stock_attention(), refusing(f"{name} cannot be run by transformers itself"):
             stock = policy.body(input_ids=ids, use_cache=False).last_hidden_state[0, -BEYOND:]
-        expected = policy.logits(stock).float().log_softmax(-1)
+        expected = policy.logits(stock * policy.logit_scale).float().log_softmax(-1)
         ours = packed_logits(policy, ids, BEYOND)
         _compare(policy, ours, expected, f"after {ids.shape[1]} tokens, beyond its sliding window")
     if affordable == lengths:
@@ -187,9 +186,8 @@ def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
         told = f"(heads, key size, value size): {', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
         raise ModelError(f"the layers of {name} have keys and values of different shapes {told}")
     if len(plan.num_heads) > 1:
-        heads = ", ".join(map(str, sorted(plan.num_heads)))
-        told = f"have different numbers of attention heads ({heads}); Headrace needs one"
-        raise ModelError(f"the layers of {name} {told}")
+        told = f"different numbers of attention heads ({', '.join(map(str, sorted(plan.num_heads)))})"
+        raise ModelError(f"the layers of {name} have {told}; Headrace needs one")
     return shapes.pop()
 
 

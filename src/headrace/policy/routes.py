@@ -98,17 +98,13 @@ class Routers:
         few = self.num_experts <= 256
         self.dtype: np.dtype[Any] = np.dtype(np.uint8 if few else np.uint16)  # for indices
         self.device_dtype = torch.uint8 if few else torch.int16  # for torch's few uint16 operations
-        self.experts_per_token = 0  # known after the first pass
+        self.shape = (self.num_layers, 0)  # and experts per token, known after the first pass
         self._current: Routes | None = None
         found = {m for layer in self._layers for m in layer.modules()}
         strays = [name for m in body.modules() if m not in found and (name := type(m).__name__).endswith(NAMES)]
         if strays:
             told = f"{strays[0]}, in a form that Headrace does not know: it could not be recorded"
             raise ModelError(f"{type(body).__name__} seems to choose experts in {told}")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.num_layers, self.experts_per_token
 
     def to_device(self, routes: RouteArray, device: torch.device) -> Tensor:
         return torch.from_numpy(routes if self.num_experts <= 256 else routes.astype(np.int16)).to(device)
@@ -119,7 +115,7 @@ class Routers:
         return chosen.cpu().numpy().astype(self.dtype, copy=False)
 
     def check(self, routes: Routes) -> None:
-        """Learn `experts_per_token` from a first pass; refuse if not all choices were seen."""
+        """Learn `shape` from a first pass; refuse if not all choices were seen."""
         sizes = {noted.shape[1] for noted in routes.noted.values()}
         if not len(routes.noted) == routes.num_choices == self.num_layers or len(sizes) > 1:
             raise ModelError(
@@ -127,7 +123,7 @@ class Routers:
                 "looks for one top-k over all experts in each mixture layer, of one size, and saw "
                 f"{routes.num_choices} in {self.num_layers} layers, of sizes {sorted(sizes)}"
             )
-        self.experts_per_token = sizes.pop() if sizes else 0
+        self.shape = (self.num_layers, sizes.pop() if sizes else 0)
 
     @contextmanager
     def follow(self, routes: Routes | None) -> Iterator[None]:
@@ -142,7 +138,7 @@ class Routers:
                 experts: Any = layer.experts
                 undo.enter_context(layer.register_forward_pre_hook(choice.begin))
                 undo.enter_context(experts.register_forward_pre_hook(choice.end))
-                # also after an exception, by which the recomputation of a layer may end
+                # always: the recomputation of a layer may end by an exception
                 undo.enter_context(layer.register_forward_hook(choice.end, always_call=True))
             yield
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headrace.policy.tensor_files import read_tensors, sizes_of_model
@@ -60,10 +60,8 @@ class Shards:
                 if parameter.requires_grad and parameter.dtype in HALF:
                     parameter.data = parameter.data.float()
             self._root = fully_shard(module, mesh=mesh, mp_policy=rounding)
-        for module in self._whole.modules():
-            if isinstance(module, FSDPModule):  # sums: the learner divides, once
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+            self._root.set_gradient_divide_factor(1.0)  # sums: the learner divides, once
+            self._root.set_force_sum_reduction_for_comms(True)
         self._whole.to_empty(device=device)
         self.weights: dict[str, Any] = dict(self.model.named_parameters())
         assert all(isinstance(weight, DTensor) for weight in self.weights.values()), "not all weights are sharded"
@@ -98,8 +96,7 @@ class Shards:
             dist.broadcast(given, group=group, group_src=0)
             given = given.to(self.device)
             if isinstance(into, DTensor):
-                given = distribute_tensor(given, self._mesh, into.placements, src_data_rank=None).to_local()
-                into = into.to_local()
+                given = distribute_tensor(given, self._mesh, into.placements, src_data_rank=None)
             into.copy_(given)
 
     @torch.no_grad()
