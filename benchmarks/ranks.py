@@ -2,12 +2,14 @@
 
     python benchmarks/ranks.py                       # 1, 2, 4 and 8 ranks of 327 million weights: CPU, minutes
     python benchmarks/ranks.py --ranks 1,4 --limit 3000  # a rank may take 3 GB: one rank cannot train, four can
+    python benchmarks/ranks.py --width 512           # the same of 82 million weights
     python benchmarks/ranks.py --tiny                # to see that it runs
 
 Every rank is a process of its own, over gloo. It loads the model and takes two steps; meanwhile a thread reads every
 millisecond how much memory the process has, mapped files not counted, and takes off what it had before the load. The
 bill is 16 bytes for each weight (weight, gradient and two moments in float32), divided by the ranks. What goes beyond
-it is told in layers: weights that are gathered, their gradients, and the messages of both. torch's allocator for
+it is told in layers: weights that are gathered, their gradients, and the messages of both. `headrace plan` counts
+the activations too; its bill is beside the peak. torch's allocator for
 aarch64 takes up to 1.5 bytes for each byte of a tensor of 1 MB (glibc's does not): measure on x86.
 """
 
@@ -31,6 +33,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from trees import answers, batch
 
 from headrace.config import LearnerSection, ModelSection
+from headrace.insight.hardware import find_device, model_shape
+from headrace.insight.roofline import Roofline
 from headrace.learner.batch import balanced, split
 from headrace.learner.learner import Learner, Sharding
 from headrace.policy.demo import character_tokenizer, write_random
@@ -99,10 +103,10 @@ def measure(num_ranks: int, directory: Path, limit_mb: int) -> dict[str, Any]:
     return {name: max(one[name] for one in found) for name in found[0]}
 
 
-def make_model(directory: Path, *, tiny: bool) -> tuple[int, int]:
+def make_model(directory: Path, width: int) -> tuple[int, int]:
     """Write a model of many layers; its weights, and those of a layer."""
-    tokenizer, width = character_tokenizer(), 64 if tiny else 1024
-    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 4 if tiny else 24}
+    tokenizer = character_tokenizer()
+    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 4 if width == 64 else 24}
     shape |= {"num_attention_heads": width // 64, "num_key_value_heads": width // 64, "head_dim": 64}
     write_random(directory, 0, tokenizer, **shape, max_position_embeddings=256)
     sizes = {name: size.numel() for name, size in sizes_of_model(directory).items()}
@@ -113,26 +117,39 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2,4,8", help="how many; several with commas")
     parser.add_argument("--limit", type=int, default=0, metavar="MB", help="what a rank may take; 0: all there is")
-    parser.add_argument("--tiny", action="store_true", help="a small model: seconds on a CPU")
+    parser.add_argument("--width", type=int, default=1024, help="hidden size")
+    parser.add_argument("--tiny", dest="width", action="store_const", const=64, help="a small model: seconds on a CPU")
     parser.add_argument("--json", type=Path, help="write everything measured here")
     arguments = parser.parse_args(given)
     noted: dict[str, Any] = facts("ranks", torch.device("cpu"))
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        weights, layer = make_model(Path(directory), tiny=arguments.tiny)
+        weights, layer = make_model(Path(directory), arguments.width)
+        planned = Roofline(model_shape(directory), find_device("CPU"))
         noted |= {"weights": weights, "layer": layer, "limit_mb": arguments.limit, "ranks": {}}
         for num_ranks in map(int, arguments.ranks.split(",")):
             found = measure(num_ranks, Path(directory), arguments.limit)
             noted["ranks"][num_ranks] = found
-            bill = 16 * weights / num_ranks
+            bill, plan = 16 * weights / num_ranks, planned.learner_bill(MICRO_BATCH_TOKENS, num_ranks).total_bytes
             cells = [str(num_ranks), f"{bill / MB:.0f}"]
             if "failed" in found:
-                rows.append([*cells, "-", "-", "-", "-", found["failed"]])
+                rows.append([*cells, "-", "-", "-", "-", f"{plan / MB:.0f}", "-", found["failed"]])
                 continue
             beyond = (found["peak"] - bill) / (4 * layer)
             numbers = f"{found['load'] / MB:.0f}", f"{found['peak'] / MB:.0f}", f"{found['peak'] / bill:.2f}"
-            rows.append([*cells, *numbers, f"{beyond:.1f}", f"gradient norm {found['norm']:.6g}"])
-    header = ["ranks", "bill, MB", "load, MB", "peak, MB", "peak / bill", "beyond, in layers", ""]
+            beside = f"{plan / MB:.0f}", f"{found['peak'] / plan:.2f}", f"gradient norm {found['norm']:.6g}"
+            rows.append([*cells, *numbers, f"{beyond:.1f}", *beside])
+    header = [
+        "ranks",
+        "bill, MB",
+        "load, MB",
+        "peak, MB",
+        "peak / bill",
+        "beyond, in layers",
+        "plan, MB",
+        "peak / plan",
+        "",
+    ]
     print(f"{weights:,} weights, {layer:,} in a layer ({4 * layer / MB:.1f} MB)\n\n{table(header, rows)}")
     if arguments.json:
         arguments.json.write_text(json.dumps(noted, indent=1))

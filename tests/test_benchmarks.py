@@ -144,6 +144,22 @@ def test_the_endpoint_benchmark_loses_nothing(benchmark: Callable[[str], Any]) -
     assert found["ratios"]
 
 
+def test_the_benchmark_of_cold_starts_times_the_parts_of_a_checkpoint(benchmark: Callable[[str], Any]) -> None:
+    cold = benchmark("cold")
+    parts = cold.checkpoint(0.2, cold.torch.device("cpu"))
+    assert [name for name, *_ in parts] == ["copy to the host", "write"]
+    assert all(float(seconds) > 0 for _, *both in parts for seconds in both)
+
+
+@pytest.mark.slow
+def test_the_table_of_architectures_is_what_is_found(benchmark: Callable[[str], Any]) -> None:
+    found = benchmark("architectures").main(["--only", "Qwen3", "Cohere2", "DeepseekV3", "Gemma2"])
+    page = Path(__file__).parent.parent / "docs" / "results" / "architectures.md"
+    known = page.read_text().splitlines()
+    assert len(found) == 4
+    assert not [row for row in found if f"| {' | '.join(row)} |" not in known]
+
+
 @pytest.mark.slow
 def test_the_benchmark_of_ranks_measures_what_they_hold(benchmark: Callable[[str], Any]) -> None:
     found = benchmark("ranks").main(["--tiny", "--ranks", "2"])

@@ -118,7 +118,6 @@ def plan_report(question: Question, found: Sequence[LayoutPlan]) -> Report:
     """The layout to take, what it comes to, and who else was made for such a workload."""
     best, lengths, samples = found[0], question.lengths, question.num_samples
     others = others_that_fit(best.bottleneck, question.model.num_params, may_lag=question.max_lag > 0)
-    held_up = _told(best.bottleneck, ADVICE[best.bottleneck])
     stages = [(f"{name} ({SYMBOLS[name]})", f"{getattr(best.times, name):,.3g}") for name in STAGES]
     times = Table(columns=("stage", "seconds a step"), rows=stages, numeric={1})
     systems = ((other.name, f"{other.fits}. But {other.mind}.") for other in others[:OTHERS_SHOWN])
@@ -132,7 +131,7 @@ def plan_report(question: Question, found: Sequence[LayoutPlan]) -> Report:
         rows.append((*devices, *speed, str(plan.bottleneck)))
     sections = (
         Section(title="take this", facts=tuple(_layout(question, best)), tables=(times,)),
-        Section(title="the bottleneck", sentences=held_up),
+        Section(title="the bottleneck", sentences=_told(best.bottleneck, ADVICE[best.bottleneck])),
         Section(title="mind", sentences=tuple(f"- {risk}" for risk in best.risks)),
         Section(title="other layouts", tables=(Table(columns=columns, rows=rows, numeric=range(1, 7)),)),
         Section(title="if not Headrace", facts=tuple(systems)),

@@ -36,6 +36,7 @@ CHANGED_SHARE = 0.02  # of bfloat16 weights in a step, as others found at learni
 CHANGED_BYTES = 2.1  # of a changed weight with its place: 2.0 if 4% changed, 2.1 at 2%, 2.25 at 1%
 BUCKET_BYTES = 512e6
 SENDERS = 8  # of the learner's devices, at most
+LAYERS_WHOLE = 3  # on each device that has a part: weights of a layer and of the next, gradients of one
 LAYER_NUMBERS = 17
 """Numbers that a layer keeps of each token for its backward pass, in multiples of its width: norms,
 projections, attention and the feed-forward part, without the attention matrix itself, which kernels
@@ -155,10 +156,11 @@ class Roofline:
         model, number_bytes = self.model, self.device.number_bytes
         layer_bytes = number_bytes * (model.hidden_size + model.attention_size) / 2 * LAYER_NUMBERS
         layers_bytes = layer_bytes * model.num_layers
+        whole_bytes = LAYERS_WHOLE * number_bytes / model.num_layers if num_shards > 1 else 0.0
         if checkpoint_activations:
             layers_bytes = number_bytes * model.hidden_size * model.num_layers + layer_bytes
         return MemoryBill(
-            training_bytes=TRAINING_BYTES_PER_PARAM * model.num_params / num_shards,
+            training_bytes=(TRAINING_BYTES_PER_PARAM / num_shards + whole_bytes) * model.num_params,
             activation_bytes=micro_batch_tokens * layers_bytes,
         )
 

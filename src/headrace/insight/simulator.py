@@ -250,7 +250,6 @@ class _Simulation:
             self._book(taken)
             for serial in await self.buffer.settle(self.version):
                 await self._abort(serial)
-
         await publishing
 
     async def _publish(self, version: int) -> None:
