@@ -18,7 +18,7 @@ import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ from headrace.measured import PublishTimes
 from headrace.policy.policy import Policy
 from headrace.publish.collective import CollectiveSender
 from headrace.publish.disk import DiskSender
-from headrace.publish.encoding import Encoder, cast
-from headrace.publish.publisher import OPERATIONS, Publisher, with_receivers
+from headrace.publish.encoding import Encoder
+from headrace.publish.publisher import Publisher
 from headrace.roles import SendingEnd
 
 DTYPE = torch.bfloat16
@@ -61,15 +61,21 @@ TIMEOUT_S = 300.0
 Weights = dict[str, Tensor]
 
 
+def cast(tensors: Weights) -> Iterator[tuple[str, Tensor]]:
+    """As they travel, one at a time: a learner casts while it gathers."""
+    return ((name, tensor.to(DTYPE)) for name, tensor in tensors.items())
+
+
 def publish_once(publisher: Publisher, subscribers: list[Any], version: int, tensors: Weights) -> PublishTimes:
-    ticket = publisher.stage(version, tensors.items())
+    """What it took, with the slowest receiver's part of `transfer` and, as `apply`, its writing into live weights."""
+    ticket = publisher.stage(version, cast(tensors))
     with ThreadPoolExecutor(len(subscribers) + 1) as pool:
         ends = [*(subscriber.stage for subscriber in subscribers), publisher.send]
         list(pool.map(lambda end: end(ticket, TIMEOUT_S), ends))
-    for subscriber in subscribers:
-        subscriber.commit(version)
+    fetch_s, apply_s = map(max, zip(*(subscriber.commit(version) for subscriber in subscribers), strict=True))
     publisher.commit(version)
-    return with_receivers(publisher.times, [subscriber.times for subscriber in subscribers])
+    seconds, num_bytes = publisher.times["transfer"]
+    return {**publisher.times, "transfer": (seconds + fetch_s, num_bytes), "apply": (apply_s, num_bytes)}
 
 
 def copy_s(num_bytes: int) -> float:
@@ -118,7 +124,7 @@ def trained(shape: Shape, steps: int) -> Trained:
     learner = Learner(policy, section, temperatures=(1.0,), max_new_tokens=LENGTH, total_steps=steps)
     bench = Bench(shape, LENGTH, TOKENS, device, Ceilings(0, 0, 0, None), 1)
     named, encoder = dict(policy.model.named_parameters()), Encoder("delta")
-    full = encoder.encode(0, cast(named.items(), DTYPE)).manifest.num_bytes
+    full = encoder.encode(0, cast(named)).manifest.num_bytes
     encoder.committed(0)
     shares, changed, before = [], [], {}
     for step in range(1, steps + 1):
@@ -128,7 +134,7 @@ def trained(shape: Shape, steps: int) -> Trained:
         for items in [*intake.add(make_group(bench, step)), *intake.rest()]:
             learner.accumulate(items)
         assert not learner.finish().skipped
-        manifest = encoder.encode(step, cast(named.items(), DTYPE)).manifest
+        manifest = encoder.encode(step, cast(named)).manifest
         encoder.committed(step)
         shares.append(manifest.num_bytes / full)
         changed.append(DTYPE.itemsize * sum(spec.num_changed for spec in manifest.tensors) / full)
@@ -196,11 +202,13 @@ def publish(
     if encoding == "adapter":
         versions = [with_adapter(weights, seed) for seed, weights in enumerate(versions)]
     shapes = {name: tuple(tensor.shape) for name, tensor in versions[0].items()}
+    if encoding == "adapter":  # the receiver has all weights, and gets those of the adapter
+        versions = [{name: w for name, w in weights.items() if "lora_" in name} for weights in versions]
     measured: list[PublishTimes] = []
     sent: list[int] = []
     fan_out = receivers is not None
     with ends(transport, shapes, receivers or 1, spread_out=fan_out) as (end, takers, nodes, sent_bytes):
-        publisher = Publisher(Encoder(encoding), end, DTYPE)
+        publisher = Publisher(Encoder(encoding), end)
         publisher.expect(nodes)
         publish_once(publisher, takers, 0, versions[0])  # connects everybody, and is the base
         for version in range(1, 2 * repeats):
@@ -209,22 +217,25 @@ def publish(
             if version % 2:
                 measured.append(times)
                 sent.append(sent_bytes() - before)
-        _check(takers, versions[-1], encoding)
-    moved = measured[-1].transfer_bytes
+        _check(takers, versions[-1])
+    _, moved = measured[-1]["transfer"]
     return {
         "full_bytes": found.full_bytes,
         "bytes": moved,
         "of_full": moved / found.full_bytes,
         "sender_sent_bytes": spread(sent),
-        "total_s": spread([sum(getattr(times, f"{part}_s") for part in OPERATIONS) for times in measured]),
-        "times": [asdict(times) for times in measured],
+        "total_s": spread([sum(seconds for seconds, _ in times.values()) for times in measured]),
+        "times": [_flat(times) for times in measured],
     }
 
 
-def _check(takers: list[Any], weights: Weights, encoding: str) -> None:
+def _flat(times: PublishTimes) -> dict[str, float]:
+    seconds = {f"{operation}_s": taken for operation, (taken, _) in times.items()}
+    return seconds | {f"{operation}_bytes": num_bytes for operation, (_, num_bytes) in times.items()}
+
+
+def _check(takers: list[Any], weights: Weights) -> None:
     """All receivers hold the weights that were sent."""
-    if encoding == "adapter":
-        weights = {name: tensor for name, tensor in weights.items() if "lora_" in name}
     expected = sum(int(w.to(DTYPE).view(torch.int16).sum(dtype=torch.int64)) for w in weights.values())
     assert all(taker.bit_sum() == expected for taker in takers), "a receiver holds other weights than were sent"
 
@@ -232,7 +243,7 @@ def _check(takers: list[Any], weights: Weights, encoding: str) -> None:
 def plain(model: Callable[[], Trained], repeats: int) -> dict[str, Any]:
     """What it is compared with, and what the steps changed."""
     found = model()
-    weights = dict(cast(found.after.items(), DTYPE))
+    weights = dict(cast(found.after))
     return {
         "num_params": sum(tensor.numel() for tensor in found.after.values()),
         "full_bytes": found.full_bytes,

@@ -13,7 +13,6 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from sync_receivers import Receiver, Shapes
 
-from headrace.measured import PublishTimes
 from headrace.publish.object_store_ray import ObjectStoreReceiver, ObjectStoreSender
 from headrace.types import Ticket
 
@@ -26,15 +25,15 @@ class RayTaker:
             num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         )
         self._worker = there.remote(ObjectStoreReceiver(), shapes)
-        self.times = PublishTimes()
 
     def stage(self, ticket: Ticket, timeout_s: float) -> None:
         """Fetch and check, there."""
         ray.get(self._worker.stage.remote(ticket, timeout_s))
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int) -> tuple[float, float]:
         """Make it live, there."""
-        self.times = ray.get(self._worker.commit.remote(version))
+        fetch_s, apply_s = ray.get(self._worker.commit.remote(version))
+        return fetch_s, apply_s
 
     def bit_sum(self) -> int:
         """Of its weights."""

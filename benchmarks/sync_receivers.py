@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, Self
 
 import torch
 
-from headrace.measured import PublishTimes
 from headrace.publish.collective import CollectiveReceiver
 from headrace.publish.disk import DiskReceiver
 from headrace.publish.publisher import Subscriber
@@ -33,10 +33,11 @@ class Receiver:
         """Fetch and check."""
         self._subscriber.stage(ticket, timeout_s)
 
-    def commit(self, version: int) -> PublishTimes:
-        """Make it live; returns what it took."""
+    def commit(self, version: int) -> tuple[float, float]:
+        """Make it live; returns the seconds of fetching it, and of this."""
+        started = time.perf_counter()
         self._subscriber.commit(version)
-        return self._subscriber.times
+        return self._subscriber.fetch_s, time.perf_counter() - started
 
     def bit_sum(self) -> int:
         """Of all weights: equal weights have equal sums."""
@@ -53,15 +54,15 @@ class ProcessTaker:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self._process.start()
         there.close()
-        self.times = PublishTimes()
 
     def stage(self, ticket: Ticket, timeout_s: float) -> None:
         """Fetch and check, there."""
         self._ask("stage", ticket, timeout_s)
 
-    def commit(self, version: int) -> None:
+    def commit(self, version: int) -> tuple[float, float]:
         """Make it live, there."""
-        self.times = self._ask("commit", version)
+        fetch_s, apply_s = self._ask("commit", version)
+        return fetch_s, apply_s
 
     def bit_sum(self) -> int:
         """Of its weights."""

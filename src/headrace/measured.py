@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 STALL = "training waits"  # detail of a `checkpoint` or `publish` span that holds up training
 STAGES = ("rollout", "reward", "reference", "train", "publish")
+PublishTimes = Mapping[str, tuple[float, int]]  # seconds and bytes of a publication: gather, encode, transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,7 @@ class PolicyFacts:
     dtype: str
     max_context: int
     eos_ids: tuple[int, ...] = ()  # tokens that end an answer
+    exact: bool = False  # the bits of a token do not depend on its batch
     unchecked: str = ""  # what could not be compared with transformers when it was loaded
 
 
@@ -106,22 +108,6 @@ class StepStats:
     clipped_share: float
     mismatch: Mismatch
     value_loss: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishTimes:
-    """Seconds and bytes of one publication, by operation."""
-
-    gather_s: float = 0.0  # whole tensors from the learner's shards
-    cast_s: float = 0.0
-    encode_s: float = 0.0
-    transfer_s: float = 0.0  # from the sender's memory to a receiver's, checked and decoded
-    apply_s: float = 0.0  # the engine does not decode meanwhile
-    gather_bytes: int = 0
-    cast_bytes: int = 0
-    encode_bytes: int = 0
-    transfer_bytes: int = 0
-    apply_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +279,7 @@ class StageClock:
         Call it before `drain`: a span that ends in between is in both and counts once, not in neither.
         """
         with self._lock:
-            now_s = self.now()
-            return [replace(span, end_s=now_s) for span in self._running.values()]
+            return [replace(span, end_s=self.now()) for span in self._running.values()]
 
 
 def stages_of(rows: Iterable[Row]) -> tuple[dict[str, float], str]:

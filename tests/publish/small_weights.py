@@ -37,6 +37,11 @@ def stepped(before: Weights, seed: int, share: float = 0.05, only: str = "") -> 
     return after
 
 
+def published(kind: str, of: Weights) -> Weights:
+    """What a learner gives its publisher: with adapters those alone."""
+    return {name: tensor for name, tensor in of.items() if kind != "adapter" or "lora_" in name}
+
+
 def same_bits(one: Weights, other: Weights) -> bool:
     """Also of NaNs, and of zeros with a sign."""
     return one.keys() == other.keys() and all(

@@ -7,24 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from small_weights import copied, same_bits, stepped, weights
+from small_weights import Weights, copied, same_bits, stepped, weights
 from torch import Tensor
 
-from headrace.measured import PublishTimes
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.publish.encoding import Encoder
-from headrace.publish.publisher import MAX_DELTAS, OPERATIONS, Publisher, Subscriber, with_receivers
+from headrace.publish.publisher import MAX_DELTAS, Publisher, Subscriber
 
 START = {name: tensor for name, tensor in weights().items() if tensor.dtype == torch.bfloat16}
 FULL_BYTES = 2 * sum(tensor.numel() for tensor in START.values())
 
 
 def publisher_of(directory: Path, kind: str) -> Publisher:
-    return Publisher(Encoder(kind), DiskSender(directory), torch.bfloat16)
-
-
-def total_s(times: PublishTimes) -> float:
-    return sum(getattr(times, f"{operation}_s") for operation in OPERATIONS)
+    return Publisher(Encoder(kind), DiskSender(directory))
 
 
 def test_what_is_kept_for_late_receivers_has_a_bound_and_brings_them_to_the_newest(tmp_path: Path) -> None:
@@ -55,24 +50,27 @@ def test_a_version_that_is_replaced_before_it_is_committed_leaves_nothing(tmp_pa
 
 
 def test_bytes_and_seconds_are_booked_by_operation(tmp_path: Path) -> None:
-    def gathered() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in START.items():
+    def gathered(of: Weights) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in of.items():
             time.sleep(0.01)
-            yield name, tensor.float()
+            yield name, tensor
 
-    publisher, live = publisher_of(tmp_path, "full"), copied(START)
-    assert publisher.catch_up() == publisher_of(tmp_path, "delta").catch_up() == []  # no version yet
-    started = time.perf_counter()
-    ticket = publisher.stage(1, gathered())
-    wall_s = time.perf_counter() - started
-    quick, slow = Subscriber(DiskReceiver(), live), PublishTimes(transfer_s=5.0, apply_s=7.0)
-    quick.stage(ticket, 1.0)
-    quick.commit(1)
-    times = with_receivers(publisher.times, [quick.times, slow])
-    assert times.gather_s >= 0.01 * len(START)
-    assert min(times.cast_s, times.encode_s) > 0.0
-    assert total_s(publisher.times) <= wall_s  # nothing counts twice
-    assert (times.transfer_s, times.apply_s) == (publisher.times.transfer_s + 5.0, 7.0)
-    assert total_s(times) > 12.0
-    assert times.gather_bytes == 2 * FULL_BYTES
-    assert {times.cast_bytes, times.encode_bytes, times.transfer_bytes, times.apply_bytes} == {FULL_BYTES}
+    publisher, receiver = publisher_of(tmp_path, "delta"), Subscriber(DiskReceiver(), copied(START))
+    assert publisher.catch_up() == publisher_of(tmp_path, "full").catch_up() == []  # no version yet
+    for version, truth in ((1, START), (2, stepped(START, 2))):
+        started = time.perf_counter()
+        ticket = publisher.stage(version, gathered(truth))
+        wall_s = time.perf_counter() - started
+        assert [*publisher.times] == ["gather", "encode", "transfer"]
+        seconds, num_bytes = zip(*publisher.times.values(), strict=True)
+        assert seconds[0] >= 0.01 * len(START)
+        assert min(seconds) > 0.0
+        assert sum(seconds) <= wall_s  # nothing counts twice
+        sent = ticket.manifest.num_bytes
+        assert num_bytes == (FULL_BYTES, sent, sent)
+        assert sent == FULL_BYTES if version == 1 else 0 < sent < FULL_BYTES / 2
+        started = time.perf_counter()
+        receiver.stage(ticket, 1.0)
+        assert 0.0 < receiver.fetch_s <= time.perf_counter() - started
+        publisher.commit(version)
+        receiver.commit(version)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from small_weights import Weights
+from small_weights import Weights, published
 
 from headrace.errors import PublishError
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
@@ -148,9 +148,9 @@ class Audience:
     """A publisher, and subscribers in threads of this process."""
 
     def __init__(self, frame: Frame, kind: str, lives: Sequence[Weights]) -> None:
-        self.frame, self.lives = frame, list(lives)
+        self.frame, self.kind, self.lives = frame, kind, list(lives)
         self.end = frame.sender()
-        self.publisher = Publisher(Encoder(kind, bucket_bytes=1000), self.end, torch.bfloat16)
+        self.publisher = Publisher(Encoder(kind, bucket_bytes=1000), self.end)
         self.subscribers = [Subscriber(frame.receiver(), live) for live in lives]
         self.publisher.expect([""] * len(lives))
 
@@ -160,7 +160,7 @@ class Audience:
 
     def publish(self, version: int, weights: Weights) -> None:
         """A whole publication that must succeed."""
-        problems = self.deliver(self.publisher.stage(version, weights.items()))
+        problems = self.deliver(self.publisher.stage(version, published(self.kind, weights).items()))
         assert not problems
         for subscriber in self.subscribers:
             subscriber.commit(version)

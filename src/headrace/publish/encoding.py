@@ -4,7 +4,7 @@
     delta     the elements whose bits changed since the last committed version; full when that is smaller
     adapter   the tensors of a LoRA adapter; the base model never changes
 
-Tensors come one at a time, in the precision that rollout computes in (`cast`), so that a sharded
+Tensors come one at a time, in the precision that rollout computes in, so that a sharded
 learner needs memory for one whole tensor only. A delta always starts from the last *committed*
 version, which every receiver has.
 
@@ -37,12 +37,6 @@ Named = Iterable[tuple[str, Tensor]]
 Changes = dict[str, tuple[Tensor, Tensor]]  # by tensor: places that changed, and their new bits
 
 
-def cast(tensors: Named, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Floating-point tensors as `dtype`, the precision of rollout."""
-    for name, tensor in tensors:
-        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
 class Encoder:
     """Makes payloads, in CPU memory. For deltas it keeps a copy of the committed weights there."""
 
@@ -62,14 +56,7 @@ class Encoder:
         if self.kind == "delta":
             self._held = {name: t.detach().to(CPU, copy=True).contiguous() for name, t in tensors}
             tensors = self._held.items()
-        payload = self._full(version, tensors)
-        if self.kind == "adapter" and not payload.manifest.tensors:
-            raise PublishError(f"there is no adapter to publish: no tensor's name contains '{ADAPTER_MARK}'")
-        return payload
-
-    def takes(self, name: str) -> bool:
-        """Whether the tensor is published; the others need not be gathered or cast."""
-        return self.kind != "adapter" or ADAPTER_MARK in name
+        return self._full(version, tensors)
 
     def committed(self, version: int) -> None:
         """Every receiver has `version`, the last one encoded: the next delta starts from it."""
@@ -85,8 +72,7 @@ class Encoder:
     def _full(self, version: int, tensors: Named) -> Payload:
         writer = BucketWriter(self._bucket_bytes)
         for name, tensor in tensors:
-            if self.takes(name):
-                writer.write(name, tensor, bits(tensor.contiguous(), torch.uint8))
+            writer.write(name, tensor, bits(tensor.contiguous(), torch.uint8))
         return writer.payload(version, None, "full" if self.kind == "delta" else self.kind)
 
     def _delta(self, version: int, tensors: Named) -> Payload:
@@ -206,10 +192,8 @@ class Payload:
     def pieces(self, start: int, num_bytes: int) -> Iterator[Tensor]:
         """`num_bytes` from `start` on, as views; several if they cross the end of a bucket."""
         for bucket in self.buckets:
-            if num_bytes and start < bucket.numel():
-                piece = bucket[start : start + num_bytes]
-                yield piece
-                start, num_bytes = start + piece.numel(), num_bytes - piece.numel()
+            if max(start, 0) < min(start + num_bytes, bucket.numel()):
+                yield bucket[max(start, 0) : start + num_bytes]
             start -= bucket.numel()
 
 
@@ -321,7 +305,8 @@ def read_places(coded: Tensor, num_places: int, num_elements: int) -> Tensor:
     """Inverse of `code_places`. Raises unless there are `num_places`, all below `num_elements`."""
     places = (_read(coded, num_places) + 1).cumsum(0) - 1
     if num_places and not 0 <= int(places[-1]) < num_elements:
-        raise PublishError(f"place {int(places[-1])} is outside a tensor of {num_elements} elements")
+        told = f"outside a tensor of {num_elements} elements"
+        raise PublishError(f"place {int(places[-1])} is {told}")
     return places
 
 

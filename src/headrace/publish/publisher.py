@@ -1,7 +1,7 @@
 """Publishing as a transaction: stage, fetch and verify, commit.
 
     publisher.expect(nodes)             who receives it
-    publisher.stage(8, tensors)         gather, cast, encode; returns a ticket for the receivers
+    publisher.stage(8, tensors)         gather, encode; returns a ticket for the receivers
     subscriber.stage(ticket)            fetch and verify while the engine samples on with version 7; at the same time
     publisher.send(ticket)              the sender's part of the transfer
     subscriber.commit(8)                between two engine steps
@@ -13,41 +13,28 @@ stages and commits the tickets of `Publisher.catch_up`, one after the other.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from headrace.errors import PublishError
 from headrace.measured import PublishTimes
-from headrace.publish.encoding import Encoder, Manifest, Named, cast, decoded
+from headrace.publish.encoding import Encoder, Manifest, Named, decoded
 from headrace.roles import ReceivingEnd, SendingEnd
 from headrace.types import Ticket
 
-OPERATIONS = ("gather", "cast", "encode", "transfer", "apply")
 MAX_DELTAS = 32  # kept since the last base
-
-
-def with_receivers(sender: PublishTimes, receivers: Sequence[PublishTimes]) -> PublishTimes:
-    """The sender's times and those of the slowest receiver: sending goes on while they fetch."""
-    return replace(
-        sender,
-        transfer_s=sender.transfer_s + max((r.transfer_s for r in receivers), default=0.0),
-        apply_s=max((r.apply_s for r in receivers), default=0.0),
-        apply_bytes=max((r.apply_bytes for r in receivers), default=0),
-    )
 
 
 class Publisher:
     """The learner's side of publishing."""
 
-    def __init__(self, encoder: Encoder, end: SendingEnd, dtype: torch.dtype) -> None:
-        self._encoder, self._end, self._dtype = encoder, end, dtype
+    def __init__(self, encoder: Encoder, end: SendingEnd) -> None:
+        self._encoder, self._end = encoder, end
         self._kept: list[Manifest] = []  # a base and the deltas since, for receivers that join late
         self._old: set[int] = set()  # versions that late receivers still fetch
         self._staged: Ticket | None = None
         self._nodes: list[str] | None = None  # of the receivers that are connected now
-        self.times = PublishTimes()  # of the version staged last
+        self.times: PublishTimes = {}  # of the version staged last
 
     def expect(self, nodes: Sequence[str]) -> None:
         """Unchanged `nodes` stay connected."""
@@ -56,27 +43,20 @@ class Publisher:
             self._end.expect(nodes)
 
     def stage(self, version: int, tensors: Named) -> Ticket:
-        """Gather (by iterating `tensors`), cast, encode. Replaces an uncommitted version."""
+        """Gather (by iterating `tensors`), encode. Replaces an uncommitted version."""
         if self._staged is not None:
             self.abandon(self._staged.version)
         gathered = _Timed(tensors)
-        wanted = ((name, tensor) for name, tensor in gathered if self._encoder.takes(name))
-        converted = _Timed(cast(wanted, self._dtype))
         started = time.perf_counter()
-        payload = self._encoder.encode(version, converted)
+        payload = self._encoder.encode(version, gathered)
         encoded = time.perf_counter()
         self._end.stage(payload)
         self._staged = self._end.ticket(version)
-        self.times = PublishTimes(
-            gather_s=gathered.seconds,
-            cast_s=converted.seconds - gathered.seconds,
-            encode_s=encoded - started - converted.seconds,
-            transfer_s=time.perf_counter() - encoded,
-            gather_bytes=gathered.num_bytes,
-            cast_bytes=converted.num_bytes,
-            encode_bytes=payload.manifest.num_bytes,
-            transfer_bytes=payload.manifest.num_bytes,
-        )
+        self.times = {
+            "gather": (gathered.seconds, gathered.num_bytes),
+            "encode": (encoded - started - gathered.seconds, payload.manifest.num_bytes),
+            "transfer": (time.perf_counter() - encoded, payload.manifest.num_bytes),
+        }
         return self._staged
 
     def send(self, ticket: Ticket, timeout_s: float) -> None:
@@ -122,7 +102,7 @@ class Subscriber:
         self._end, self._live = end, live
         self.version: int | None = None  # nothing was committed here yet
         self._staged: tuple[Manifest, list[Callable[[], object]]] | None = None  # and its writes
-        self.times = PublishTimes()  # of the version staged last
+        self.fetch_s = 0.0  # of the version staged last
 
     def stage(self, ticket: Ticket, timeout_s: float) -> None:
         """Fetch a version, verify and decode it; the engine keeps the old one."""
@@ -130,19 +110,16 @@ class Subscriber:
         started = time.perf_counter()
         payload = self._end.fetch(ticket, timeout_s)
         self._staged = payload.manifest, list(decoded(payload, self._live, self.version))
-        seconds = time.perf_counter() - started
-        self.times = PublishTimes(transfer_s=seconds, transfer_bytes=payload.manifest.num_bytes)
+        self.fetch_s = time.perf_counter() - started
 
     def commit(self, version: int) -> None:
         """Write the staged version into the live weights. Call it only between two engine steps."""
         if self._staged is None or self._staged[0].version != version:
             raise PublishError(f"version {version} is not the one that is staged")
-        (manifest, writes), self._staged = self._staged, None
-        started = time.perf_counter()
+        (_, writes), self._staged = self._staged, None
         for write in writes:
             write()
         self.version = version
-        self.times = replace(self.times, apply_s=time.perf_counter() - started, apply_bytes=manifest.num_bytes)
 
     def abandon(self, version: int) -> None:
         if self._staged is not None and self._staged[0].version == version:
