@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +22,12 @@ def train(settings: list[str]) -> None:
 
 def killed_runs(workshop: Workshop, name: str, settings: tuple[str, ...]) -> Iterator[tuple[Path, Path]]:
     """An unbroken run, and two that are killed twice each; at least one of the kills hits a living process."""
+    began_s = time.monotonic()
     api.train(workshop.config(name, *settings))
+    took_s = time.monotonic() - began_s
     rng, num_hit = random.Random(name), 0
     for killed in (f"{name}-killed{i}" for i in range(2)):
-        kills_s = [rng.uniform(0.2, 1.2), rng.uniform(0.2, 1.2)]
+        kills_s = [rng.uniform(0.1, 0.8) * took_s for _ in range(2)]
         num_hit += num_kills_that_hit(workshop, killed, workshop.overrides(killed, *settings), kills_s)
         yield workshop.directory / killed, workshop.directory / name
     assert num_hit, "no kill hit a living process"

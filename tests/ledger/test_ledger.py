@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import RunError
-from headrace.ledger.database import SCHEMA_VERSION
+from headrace.ledger.database import SCHEMA_VERSION, open_database
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.measured import StageClock, StageSpan, StageTimes
 from headrace.runs.audit import audit
@@ -252,6 +252,26 @@ def test_a_killed_run_keeps_its_books(tmp_path):
     assert audit(tmp_path) == []
     with Ledger.open(tmp_path) as ledger:
         assert ledger.totals().in_flight == Amount(tokens=9, trajectories=2)
+
+
+DIES = """
+import os, sqlite3, sys
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("PRAGMA cache_size = 1")  # so that pages of the transaction are in the file before its end
+connection.execute("BEGIN IMMEDIATE")
+connection.executemany("INSERT INTO meta VALUES (?, 'half')", ((f"key {i}",) for i in range(5000)))
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_run_that_is_killed_while_it_closes_its_ledger_can_be_read(played_run):
+    """The ledger is one file by then, with a rollback journal beside it."""
+    ledger = played_run / "ledger.sqlite"
+    subprocess.run([sys.executable, "-c", DIES, str(ledger)], check=False)
+    assert (played_run / "ledger.sqlite-journal").stat().st_size > 0
+    assert audit(played_run) == []
+    with closing(open_database(played_run)) as connection:
+        assert connection.execute("SELECT COUNT(*) FROM meta WHERE value = 'half'").fetchone() == (0,)
 
 
 def test_a_second_run_in_the_same_place_is_refused(played_run):

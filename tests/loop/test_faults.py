@@ -262,7 +262,7 @@ def test_a_checkpoint_without_room_leaves_training_going(
     workshop: Workshop, unbroken4: Path, monkeypatch: pytest.MonkeyPatch
 ):
     notes = Notes()
-    monkeypatch.setattr(tensor_files, "save", on_call(2, tensor_files.save, raise_full))
+    monkeypatch.setattr(tensor_files, "save_file", on_call(2, tensor_files.save_file, raise_full))
     assert api.train(workshop.config("full", *SETTINGS), notes)["finished"]
     told = [text for text in notes.texts if "No space left on device" in text]
     assert told == [
@@ -468,7 +468,7 @@ def test_a_checkpoint_that_names_files_elsewhere_is_refused(stopped: Path, unbro
     run = copied(stopped, "straying")
     manifest = run / "checkpoints" / "step-000002" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"tensors/', '"../../tensors/'))
-    assert "names a file outside: ../../tensors/" in assert_resumes_to(run, unbroken4)[0]
+    assert "../../tensors/00001.safetensors is not what was written" in assert_resumes_to(run, unbroken4)[0]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_says_so_and_stays_as_it_is(stopped: Path):

@@ -211,7 +211,7 @@ async def test_a_step_in_which_nothing_was_scored_has_the_rewards_that_it_traine
     """As after an evaluation, in whose time all answers of the next step may be scored."""
 
     def meddle(place: Place, loop: Loop) -> None:
-        loop.rows.scored = lambda trajectory: None  # type: ignore[method-assign]
+        loop.stages.ledger.scored_since_row = lambda: []  # type: ignore[method-assign]
 
     await play(workshop.config("unscored", "loop.max_lag=1", reward="dense"), meddle)
     run = workshop.directory / "unscored"

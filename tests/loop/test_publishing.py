@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headrace.errors import PublishError, WorkerLostError
-from headrace.loop.publishing import TRIES, WeightPublisher
+from headrace.loop.publishing import LEADER, TRIES, WeightPublisher
 from headrace.measured import PublishTimes, StageClock
 from headrace.place.inline import InlineReply
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
@@ -39,7 +39,7 @@ class Rank(Served):
 
     def __init__(self, encoding: Encoding = "full", directory: Path | None = None) -> None:
         end = CollectiveSender() if directory is None else DiskSender(directory)
-        self.publisher = Publisher(Encoder(encoding), end, torch.float32)
+        self.publisher = Publisher(Encoder(encoding), end)
         self.num_offers = 0
 
     def offer(self, version: int, nodes: list[str]) -> Ticket:
@@ -67,6 +67,7 @@ class Receiver(Served):
         self.name, self.live, self.dead, self.broken = name, {"x": WEIGHTS.clone()}, False, False
         self.subscriber = Subscriber(DiskReceiver() if by_disk else CollectiveReceiver(), self.live)
         self.gate, self.versions = threading.Event(), list[int]()
+        self.slower_s = 0.0  # fetching took so much longer than it did, it says
         self.gate.set()
 
     def ask(self, method: Callable[..., Any], *args: Any) -> InlineReply[Any]:
@@ -81,9 +82,9 @@ class Receiver(Served):
         self.gate.wait()
         self.subscriber.stage(ticket, timeout_s)
 
-    def commit(self, version: int) -> PublishTimes:
+    def commit(self, version: int) -> float:
         self.subscriber.commit(version)
-        return self.subscriber.times
+        return self.subscriber.fetch_s + self.slower_s
 
     def abandon(self, version: int) -> None:
         self.subscriber.abandon(version)
@@ -99,7 +100,8 @@ class World:
         )
         bring: Any = lambda *late: self.brought.append(ThreadPoolExecutor(1).submit(self.publisher.follow, *late))  # noqa: E731
         pool: Any = self
-        self.publisher = WeightPublisher(ranks, StageClock(), 1.0, pool, self.give_up, bring if by_disk else None)
+        self.clock = StageClock()
+        self.publisher = WeightPublisher(ranks, self.clock, 1.0, pool, self.give_up, bring if by_disk else None)
         self.publisher.commit(0)
 
     def reached(self, worker: Any, version: int) -> None:
@@ -121,6 +123,23 @@ def test_what_is_offered_reaches_nobody_before_it_is_delivered():
     assert world.publisher.deliver()
     world.assert_all_have(1)
     assert world.publisher.pending is None
+
+
+def test_what_is_booked_as_transfer_ends_with_the_slowest_receiver():
+    world = World()
+    world.publisher.commit(1)
+    world.clock.drain()
+    slowest, other = world.workers
+    slowest.slower_s, other.slower_s = 60.0, 30.0
+    begun_s = world.clock.now()
+    world.publisher.commit(2)
+    spans, times = world.clock.drain(), world.rank.publisher.times
+    assert {(span.stage, span.version, span.worker) for span in spans} == {("publish", 2, LEADER)}
+    assert [span.detail for span in spans] == [f"{name}, 4000 bytes" for name in ("gather", "encode", "transfer")]
+    expected = [times["gather"][0], times["encode"][0], times["transfer"][0] + slowest.subscriber.fetch_s + 60.0]
+    assert [span.end_s - span.start_s for span in spans] == pytest.approx(expected)
+    assert begun_s <= spans[0].start_s <= world.clock.now()
+    assert [span.end_s for span in spans[:-1]] == [span.start_s for span in spans[1:]]
 
 
 @pytest.mark.parametrize("dies", [True, False])

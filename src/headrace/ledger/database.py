@@ -163,7 +163,8 @@ def _connect(
     path: Path, prepare: Callable[[sqlite3.Connection], None], *, read_only: bool = False
 ) -> sqlite3.Connection:
     """A connection on which `prepare` succeeded."""
-    where = f"{path.resolve().as_uri()}?mode={'ro' if read_only else 'rwc'}"
+    died = path.with_name(f"{path.name}-journal").exists()  # in `close_database`: even a reader rolls it back
+    where = f"{path.resolve().as_uri()}?mode={'ro' if read_only and not died else 'rwc'}"
     with explained(path), contextlib.ExitStack() as undo:
         connection = sqlite3.connect(where, uri=True, isolation_level=None, timeout=LOCK_WAIT_S)
         undo.callback(connection.close)
@@ -173,8 +174,7 @@ def _connect(
 
 
 def _log_ahead(connection: sqlite3.Connection) -> None:
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL")
 
 
 def _claim(run_dir: Path) -> None:

@@ -35,7 +35,7 @@ PARTS = (
 
 
 def prepare_run_dir(config: Config) -> Path:
-    """The directory of a new run. An earlier run in it is set aside, if `run.overwrite` allows it."""
+    """The directory of a new run. An earlier run in it is set aside, if `run.overwrite` says so."""
     run_dir = Path(config.run.dir or "runs")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

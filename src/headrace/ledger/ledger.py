@@ -18,8 +18,10 @@ from headrace.ledger import database, digests, journal
 from headrace.ledger.database import DROPPED, SOURCE
 from headrace.ledger.digests import Digests
 from headrace.measured import Row, StageClock, StageSpan
-from headrace.types import Attempt, DropReason, Group, Outcomes, Prompt, Score, Trajectory
+from headrace.types import Attempt, DropReason, FinishReason, Group, Outcomes, Prompt, Score, Trajectory
 
+# the newest transfer of the steps before one
+LAST = "COALESCE((SELECT id FROM transfers WHERE step < ? ORDER BY id DESC LIMIT 1), 0)"
 PROMPT = "prompt:"  # key of a prompt in the table `meta`
 MAX_PROMPT_CHARS = 1 << 16  # with its fields
 ROW_COLUMNS = (
@@ -268,9 +270,19 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def moved_since_row(self) -> dict[str, int]:
         """Tokens that came into each account since the last row; generated: `in_flight`."""
-        last = "COALESCE((SELECT id FROM transfers WHERE step < ? ORDER BY id DESC LIMIT 1), 0)"
-        query = f"SELECT credit, SUM(tokens) FROM transfers WHERE id > {last} GROUP BY credit"
+        query = f"SELECT credit, SUM(tokens) FROM transfers WHERE id > {LAST} GROUP BY credit"
         return dict(self.read(query, (self.step,)))
+
+    def scored_since_row(self) -> list[tuple[float, int, bool]]:
+        """Reward, tokens and whether truncated, of what was scored since the last row."""
+        found = self.read(
+            "SELECT t.reward, t.num_tokens, t.finish FROM trajectories t JOIN transfers x "
+            f"ON x.trajectory_id = t.id WHERE x.debit = 'in_flight' AND x.id > {LAST} "
+            "AND t.reward IS NOT NULL AND NOT EXISTS (SELECT 1 FROM attempts a "
+            "WHERE a.serial = t.serial AND a.number = t.attempt AND a.state = 'redone')",
+            (self.step,),
+        )
+        return [(reward, num_tokens, FinishReason(finish).cut) for reward, num_tokens, finish in found]
 
     def outcomes(self, serials: Iterable[int]) -> Outcomes:
         """Of those of these groups that are over; one that was lost has no rewards."""

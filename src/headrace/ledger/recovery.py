@@ -16,7 +16,7 @@ from headrace.errors import RunError
 from headrace.ledger.database import DROPPED, SOURCE
 from headrace.ledger.journal import Restart, read_partials, read_trajectories
 from headrace.ledger.ledger import Amount, Ledger
-from headrace.types import Attempt, DropReason, FinishReason, Trajectory
+from headrace.types import Attempt, DropReason, Trajectory
 from headrace.user_code import source_hash
 
 # where and on how many workers: free to change
@@ -63,17 +63,6 @@ class Recovery:
         """The steps begun after `step`, each with the serials and attempts of its groups."""
         found = self.ledger.read("SELECT * FROM steps WHERE step > ? ORDER BY step", (step,))
         return [(number, [(serial, n) for serial, n in json.loads(groups)]) for number, groups in found]
-
-    def scored_since_row(self) -> list[tuple[float, int, bool]]:
-        """Reward, tokens and whether truncated, of what was scored since the last row."""
-        found = self.ledger.read(
-            "SELECT t.reward, t.num_tokens, t.finish FROM trajectories t JOIN transfers x "
-            "ON x.trajectory_id = t.id WHERE x.debit = 'in_flight' AND x.step = ? "
-            "AND t.reward IS NOT NULL AND NOT EXISTS (SELECT 1 FROM attempts a "
-            "WHERE a.serial = t.serial AND a.number = t.attempt AND a.state = 'redone')",
-            (self.ledger.step,),
-        )
-        return [(reward, num_tokens, FinishReason(finish).cut) for reward, num_tokens, finish in found]
 
     # What is done about it.
 
@@ -123,12 +112,12 @@ class Change:
 
 
 def origin_of(config: Config, reward: str = "") -> dict[str, str]:
-    """By key, every setting that decides what is computed; of functions also a digest of their file.
+    """By key, each setting that decides what is computed; of functions also a digest of their file.
 
     `reward` is the name of a reward function that is a Python object.
     """
     found = {key: text for key, text in values(config).items() if not key.startswith((*WHERE, "run.dir", "run.over"))}
-    for key in (*NAME_FUNCTIONS, "buffer.filters"):
+    for key in (*NAME_FUNCTIONS, "buffer.filters", "learner.teacher"):
         given: str | tuple[str, ...] = attrgetter(key)(config)
         specs = [given] if isinstance(given, str) else given
         if code := [digest[:16] for spec in specs if (digest := source_hash(spec))]:

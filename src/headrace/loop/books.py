@@ -71,20 +71,14 @@ class RowMaker:
     def __init__(self, ledger: Ledger, clock: StageClock, pool: RolloutPool) -> None:
         self._ledger, self._clock, self._pool = ledger, clock, pool
         self.begin()
-        self._scored: list[tuple[float, int, bool]] = []  # reward, tokens, truncated
-        self._turns: list[int] = []  # of the same trajectories
+        self._turns: list[int] = []  # of the trajectories scored since the last row
         self.first_reward_failure = ""
 
     def begin(self) -> None:
         """The first step begins now: what came before, such as an evaluation, is in no row."""
         self._start_s, self._counts = self._clock.now(), self._pool.counts
 
-    def restore(self, scored: list[tuple[float, int, bool]]) -> None:
-        """Continue after the last row of a resumed run; `scored` was scored after that row."""
-        self._scored = scored
-
     def scored(self, trajectory: Trajectory) -> None:
-        self._scored.append(_outcome(trajectory))
         self._turns.append(max(1, len(trajectory.turns)))
 
     def reward_failed(self, detail: str) -> None:
@@ -100,7 +94,8 @@ class RowMaker:
         trajectories = [t for group in taken for t in group.trajectories]
         tokens, oldest = np.array([(t.num_sampled_tokens, t.oldest_version) for t in trajectories]).T
         # those of an evaluation's time may all count to the step before it, and leave none to this one
-        scored = self._scored or map(_outcome, trajectories)
+        own_scores = [(t.reward, t.num_sampled_tokens, t.finish.cut) for t in trajectories]
+        scored = self._ledger.scored_since_row() or own_scores
         # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
         rewards, lengths, truncated = np.array(sorted(scored), np.float64).T
         learned = asdict(stats) | asdict(stats.mismatch)  # most have the row's own names
@@ -136,14 +131,8 @@ class RowMaker:
         )
         self._ledger.spans(finished)
         self._ledger.row(row)
-        self._counts, self._scored, self._turns, self._start_s = counts, [], [], self._clock.now()
+        self._counts, self._turns, self._start_s = counts, [], self._clock.now()
         return row
 
     def flush(self) -> None:
         self._ledger.spans(self._clock.drain())
-
-
-def _outcome(trajectory: Trajectory) -> tuple[float, int, bool]:
-    """Its reward, its tokens, and whether it was cut."""
-    assert trajectory.reward is not None
-    return trajectory.reward, trajectory.num_sampled_tokens, trajectory.finish.cut

@@ -46,16 +46,12 @@ class Ending:
 
     def ask(self) -> None:
         self.asked = True
-        if self.state is State.TRAINING:
-            self.state = State.INTERRUPTED
+        self.become(State.INTERRUPTED)
 
     def become(self, state: State) -> None:
-        self.state = state
-
-    def begin(self) -> None:
-        """A task of the run ended. If nothing else explains it, the run failed."""
-        if self.state is State.TRAINING:
-            self.state = State.FAILED
+        """A run that has ended did not fail, and is not interrupted any more."""
+        if self.state is State.TRAINING or state in (State.COMPLETE, State.ABANDONED):
+            self.state = state
 
     def row(self, row: Row) -> None:
         """Note a step: it may be the last that is needed, or have the best score so far."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from headrace.errors import PublishError, WorkerLostError
 from headrace.learner.ranks import Ranks
 from headrace.measured import PublishTimes, StageClock, StageSpan
-from headrace.publish.publisher import OPERATIONS, with_receivers
 from headrace.roles import Reply, Sampler, Trainer, Worker
 from headrace.rollout.pool import RolloutPool
 from headrace.types import Ticket
@@ -109,7 +108,7 @@ class WeightPublisher:
         if self.pending is not None:
             wanted = [wanted for worker in self.pool.workers for wanted in self._late.get(worker, ())]
             (times,) = self.ranks.gather([self.ranks.first.ask(Trainer.offered, version, wanted)])
-            self._book(version, with_receivers(times, received))
+            self._book(version, times, max(received, default=0.0))
 
     def add_receiver(self, worker: Worker[Sampler], admit: Callable[[Worker[Sampler]], None]) -> None:
         """Bring a new worker to the published version, then `admit` it.
@@ -187,11 +186,12 @@ class WeightPublisher:
                 self.moved_bytes += sum(ticket.manifest.num_bytes for ticket in tickets)
             time.sleep(LOOK_S)
 
-    def _book(self, version: int, times: PublishTimes) -> None:
+    def _book(self, version: int, times: PublishTimes, fetch_s: float) -> None:
+        """`fetch_s` is the slowest receiver's. Workers book themselves what applying takes."""
         end_s = self._begun_s
-        for operation in OPERATIONS[:-1]:  # the last is `apply`: workers book it themselves
-            start_s, end_s = end_s, end_s + getattr(times, f"{operation}_s")
-            detail = f"{operation}, {getattr(times, f'{operation}_bytes')} bytes"
+        for operation, (seconds, num_bytes) in times.items():
+            start_s, end_s = end_s, end_s + seconds + (fetch_s if operation == "transfer" else 0.0)
+            detail = f"{operation}, {num_bytes} bytes"
             span = StageSpan(
                 stage="publish", start_s=start_s, end_s=end_s, version=version, worker=LEADER, detail=detail
             )

@@ -62,7 +62,6 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     """Take the steps after the checkpoint again; returns the groups of each."""
     ledger, recovery = loop.stages.ledger, Recovery(loop.stages.ledger)
     rows = {row.step: row for row in ledger.rows()}
-    loop.rows.restore(recovery.scored_since_row())
     for known in rows.values():
         loop.ending.row(known)
     heated = max((c.step for c in changes(loop.stages.ledger) if c.key == "rollout.temperature"), default=0)
@@ -103,7 +102,6 @@ def _take_up(loop: Loop, rule: str) -> tuple[list[Again], Amount]:
         lost = recovery.lose(under_way, DropReason.REDONE)
     else:
         lost = recovery.lose([], DropReason.CRASHED)
-    loop.rows.restore(recovery.scored_since_row())  # without what will be scored again
     # also those that an earlier restart did not get to start
     newest = {a.serial: a for a in sorted(recovery.attempts(), key=lambda a: a.number)}
     redone = set(recovery.attempts(state="redone"))

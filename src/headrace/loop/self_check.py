@@ -1,4 +1,4 @@
-"""Whether engine and learner agree: on a small batch before the first step, then after every update.
+"""Whether engine and learner agree: on a small batch before the first step, and after every update.
 
 Both compute log-probs of the same tokens with the same weights. If the results are far apart, the
 two compute different things, or their weights differ, and every gradient would be wrong. Nothing is

@@ -116,16 +116,17 @@ def write_stacks(path: Path, events: asyncio.AbstractEventLoop) -> None:
 def beside(work: Callable[..., R], *args: Any) -> asyncio.Future[R]:
     """Run `work(*args)` in a daemon thread: if it hangs, the process can still end."""
     future: Future[R] = Future()
-    future.set_running_or_notify_cancel()
+    threading.Thread(target=settle, args=(future, work, *args), name=work.__name__, daemon=True).start()
+    return asyncio.wrap_future(future)
 
-    def run() -> None:
+
+def settle(future: Future[R], work: Callable[..., R], *args: Any, **named: Any) -> None:
+    """Do the work, unless `future` is cancelled, and give it the result or the error."""
+    if future.set_running_or_notify_cancel():
         try:
-            future.set_result(work(*args))
+            future.set_result(work(*args, **named))
         except BaseException as error:
             future.set_exception(error)
-
-    threading.Thread(target=run, name=work.__name__, daemon=True).start()
-    return asyncio.wrap_future(future)
 
 
 def background(work: Coroutine[Any, Any, R], *kept: set[asyncio.Task[Any]]) -> asyncio.Task[R]:
