@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from headrace.config import Config
-from headrace.measured import PublishTimes
 from headrace.place.inline import InlineCluster
 from headrace.place.place import Place
 from headrace.policy.demo import character_tokenizer, write_random
@@ -81,9 +80,9 @@ class ScriptedSampler(Sampler):
     def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
         return []  # there is no model to ask
 
-    def commit(self, version: int) -> PublishTimes:
+    def commit(self, version: int) -> float:
         self.version = version
-        return PublishTimes()
+        return 0.0
 
     def _trajectory(self, order: Order, i: int, pieces: Sequence[Piece]) -> Trajectory:
         token_ids, spans = [*order.prompt.token_ids], []

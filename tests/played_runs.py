@@ -437,6 +437,7 @@ class Process:
             "publisher": publisher,
             "canary": SimpleNamespace(check=lambda version: None),
             "checkpoints": checkpoints,
+            "tokenizer": None,  # no reward is given step by step
         }
         self.notes: list[str] = []
         self.loop = Loop(

@@ -183,7 +183,7 @@ def test_a_run_directory_that_cannot_be_made(tmp_path: Path):
         ("model.path=no/such/model", ModelError, "no such directory or file"),
         ("prompts.source=no/such/file.jsonl", DataError, "file.jsonl"),
         ("prompts.eval_count=50", DataError, "leaves none to train on"),
-        ("rollout.max_new_tokens=400", ConfigError, "the model's context is 256"),
+        ("rollout.max_new_tokens=400", ConfigError, "the model's context of 256"),
         ('buffer.filters=["no_module:keep"]', ConfigError, "buffer.filters"),
         ("warmstart.steps=3", DataError, "needs records with an answer"),
     ],

@@ -49,7 +49,7 @@ def test_a_training_prompt_longer_than_the_context_is_refused_before_the_run(wor
     path = write_prompts(workshop.directory / "long.jsonl", prompt=["1+1=", "1+" * 150, "1+1="])
     with pytest.raises(DataError, match=r"'p1' has 300 tokens, but .* room for 244 beside .* rollout\.max_new_tokens"):
         api.train(workshop.config("long", f"prompts.source={path}"))
-    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens = 256 leaves no room .* context is 256"):
+    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens = 256 leaves no room .* context of 256"):
         api.train(workshop.config("longer", "rollout.max_new_tokens=256"))
 
 

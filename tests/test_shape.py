@@ -26,24 +26,24 @@ MAX_CORE_LINES, MAX_LENS_LINES = 21_247, 6_753  # together 28,000
 LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms, the core, wrote
 # Lines of each room.
 ROOMS = {
-    "(files)": 3_107,
+    "(files)": 3_089,
     "buffer": 341,
     "episode": 1_299,
-    "kernels": 1_220,
-    "learner": 1_452,
-    "ledger": 1_348,
-    "loop": 1_532,
-    "place": 1_547,
-    "policy": 2_162,
-    "prompts": 641,
-    "publish": 893,
-    "reward": 1_576,
+    "kernels": 1_210,
+    "learner": 1_496,
+    "ledger": 1_349,
+    "loop": 1_550,
+    "place": 1_536,
+    "policy": 2_166,
+    "prompts": 634,
+    "publish": 855,
+    "reward": 1_593,
     "rollout": 2_827,
     "serve": 1_302,
     "cli": 1_165,
-    "dashboard": 1_788,
+    "dashboard": 1_784,
     "insight": 2_785,
-    "runs": 1_015,
+    "runs": 1_019,
 }
 CORE_DEPENDENCIES = {"torch", "transformers", "numpy", "safetensors", "pydantic", "typer", "rich"}
 

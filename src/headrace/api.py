@@ -140,9 +140,10 @@ def _to_the_end(
 
 def _run_events(work: Callable[[], Coroutine[None, None, R]]) -> R:
     """Run a coroutine to its end, also from a notebook, whose event loop runs in this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    ours = None
+    with suppress(RuntimeError):
+        ours = asyncio.get_running_loop()
+    if ours is None:  # outside of the exception: what the run raises has nothing to do with it
         return asyncio.run(work())
     events = asyncio.new_event_loop()
 
@@ -209,7 +210,7 @@ def _with_engines(
         buffer={"filters": ()},  # their files may be gone, and nothing is trained on
         place={"cluster": "local"},
         rollout={"workers": 1},
-        learner={"ranks": 1, "loss": "ppo", "advantage": "grpo"},
+        learner={"ranks": 1, "loss": "ppo", "advantage": "grpo", "teacher": ""},
     )
 
     async def run() -> R:
@@ -251,7 +252,8 @@ def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
     if not path.exists():
         told = f"weights (no {path.name} directory); did the run finish?"
         if best:
-            told = f"{path.name} directory: it trained without loop.keep_best, or made no evaluation"
+            why = "it trained without loop.keep_best, or made no evaluation"
+            told = f"{path.name} directory: {why}"
         raise RunError(f"{run_dir} has no {told}")
     return path
 
@@ -266,8 +268,7 @@ async def _train(
     try:
         await place.start_user_code()
         watchdog.start()
-        past = place.ledger.rows() if place.ledger is not None else []
-        sinks = open_sinks(config, run_dir, past)
+        sinks = open_sinks(config, run_dir, place.ledger.rows() if place.ledger is not None else [])
         watcher.header(config, run_dir, _facts(place))
         if not resumed:
             await _warm_start(place, watcher)
@@ -326,14 +327,13 @@ async def _run(place: Place, loop: Loop, watcher: Watcher, watchdog: Watchdog) -
 
 async def _before(place: Place, loop: Loop, watcher: Watcher) -> dict[str, float | None]:
     """The held-out score and the mismatch before the first step; measured once in a run."""
-    ledger = loop.stages.ledger
-    if "before" in (known := ledger.remembered()):
+    if "before" in (known := loop.stages.ledger.remembered()):
         return json.loads(known["before"])  # type: ignore[no-any-return]
     if loop.version:
         return {"score_before": None, "mismatch_before": None}
     watcher.phase("evaluation before")
     found = {"score_before": await _score(place), "mismatch_before": await _self_check(place, watcher)}
-    ledger.remember("before", json.dumps(found))
+    loop.stages.ledger.remember("before", json.dumps(found))
     return found
 
 
@@ -429,13 +429,10 @@ async def _warm_start(place: Place, watcher: Watcher) -> None:
     if not section.steps:
         return
     watcher.phase(f"warm start: {section.steps} supervised steps on worked examples")
-
-    def on_step(done: int, loss: float) -> None:
-        place.clock.moved("warm start")
-        watcher.progress(done, section.steps, f"loss {loss:.3f}")
-
     with place.clock.span("warm start"):
-        await place.warm_start(on_step)
+        async for done, loss in place.warm_start():
+            place.clock.moved("warm start")
+            watcher.progress(done, section.steps, f"loss {loss:.3f}")
 
 
 async def _score(place: Place) -> float | None:
@@ -452,7 +449,10 @@ async def _self_check(place: Place, watcher: Watcher) -> float | None:
     samplings = samplings_of(place.config, heats, NUM_SAMPLES)
     answers = await few_answers(place.pool, place.prompts.held_out, samplings)
     found = await place.device.run(place.ranks.mismatch, answers)
-    told = verdict(found, place.facts.dtype, exact=place.config.model.exact)
+    told = verdict(found, place.facts.dtype, exact=place.config.model.exact is True)
+    if place.facts.exact and found.mean_abs:
+        far = f"{found.mean_abs:.2g} nats between engine and learner on average"
+        told = told or f"exact mode, but the start-up check found {far}: set model.exact = false, and please report it"
     for text in filter(None, (told, place.facts.unchecked)):
         watcher.note(text)
     return found.mean_abs
@@ -462,8 +462,10 @@ def _facts(place: Place) -> dict[str, str]:
     f, e, reward = place.facts, place.config.episode, place.scorer.function
     if played := e.environment or e.agent:
         reward = f"by {played}" + f", and {reward}" * bool(place.config.reward.function)
+    on, told = ("on", "have the same bits") if f.exact else ("off", "differ by rounding")
     return {
         "policy": f"{f.name}, {f.num_weights / 1e6:.1f}M weights, {f.device}, {f.dtype}",
+        "exact": f"{on}: sampled and trained log-probs {told}",
         "data": f"{place.prompts.num_train} prompts to train on, {len(place.prompts.held_out)} held out",
         "reward": reward,
     }

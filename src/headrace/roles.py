@@ -65,8 +65,8 @@ class Sampler(Protocol):
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
         """Fetch the weights of a version and verify them; sampling goes on with the old ones."""
 
-    def commit(self, version: int) -> PublishTimes:
-        """From the next decode step on, tokens are sampled by `version`."""
+    def commit(self, version: int) -> float:
+        """From the next decode step on `version` samples. Returns the seconds that fetching took."""
 
     async def abandon(self, version: int) -> None:
         """Forget a staged version and stay with the old one."""
@@ -293,7 +293,7 @@ class ReceivingEnd(Protocol):
 
 
 class PromptSource(Protocol):
-    """Raw prompt records: a file, a data set or a generator. Index `i` always gives the same record.
+    """Raw prompt records: a file, a data set, a generator. Index `i` always gives the same record.
 
     A record has `prompt` (text) or `messages` (a chat), perhaps an `id`, and fields for the reward.
     """

@@ -493,7 +493,7 @@ def test_the_plan_follows_its_sliders(browser: Any, server: Server):
     slider = page.get_by_role("slider", name="train")
     box = slider.bounding_box()
     slider.click(position={"x": box["width"] - 2, "y": box["height"] / 2})
-    page.wait_for_function(says("train: the gradient takes most of the step"))
+    page.wait_for_function(says("train: the gradient (or the reference) takes most of the step"))
     tab.close()
 
 

@@ -101,7 +101,7 @@ def test_workers_join_and_leave_a_run_that_goes_on(workshop: Workshop, monkeypat
     assert audit(run_dir) == []
     asked, joins, asked_again, leaves = run.notes
     assert (asked, asked_again) == ("1 -> 2 rollout workers are asked for", "2 -> 1 rollout workers are asked for")
-    assert (joins, leaves) == ("rollout-1 takes part", "rollout-1 has finished its answers and is gone")
+    assert (joins, leaves) == ("rollout-1 takes part", "rollout-1 is gone; its answers go on elsewhere")
     with pytest.raises(RunError, match="has finished"):
         scale(run_dir, 3)
 

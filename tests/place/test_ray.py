@@ -50,7 +50,7 @@ def test_strictly_on_policy_the_same_answers_are_trained_on_with_the_same_result
         spans = ledger.read("SELECT detail FROM spans WHERE stage = 'publish'")
         details = {detail.split(",")[0] for (detail,) in spans}
     assert workers == {"rollout-0", "rollout-1"}
-    assert {"gather", "cast", "encode", "transfer", "apply"} <= details
+    assert {"gather", "encode", "transfer", "apply"} <= details
 
 
 def weights_of_model(workshop: Workshop) -> dict[str, torch.Tensor]:

@@ -166,9 +166,10 @@ def test_bad_csv(tmp_path, text, message):
         opened(path)
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "with a mark"])
 @pytest.mark.parametrize("name", ["a.csv", "a.json"])
-def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path, name):
-    (tmp_path / name).write_bytes("prompt\nä\n".encode("latin-1"))
+def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path, name, mark):
+    (tmp_path / name).write_bytes(mark + "prompt\nä\n".encode("latin-1"))
     with pytest.raises(DataError, match=rf"{name}, line 2: not UTF-8 text; save the file as UTF-8"):
         opened(tmp_path / name)
 

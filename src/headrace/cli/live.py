@@ -126,7 +126,7 @@ class LiveDisplay(Watcher):
         self._show_run(summary)
 
     def _tell(self, text: str, indent: int = 0) -> None:
-        """What user code may have said, in the terminal's characters; a traceback keeps its lines."""
+        """What user code has said, in the terminal's characters; a traceback keeps its lines."""
         encoding = self.paper.console.encoding
         first, *rest = text.encode(encoding, errors="replace").decode(encoding).splitlines()
         self.paper.paragraph(first, indent=indent)

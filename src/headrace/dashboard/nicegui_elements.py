@@ -31,7 +31,7 @@ MANY_ROWS = 120  # of which only those are drawn that can be seen
 
 @contextmanager
 def frame(title: str, small: str = "", *, run: str = "", view: str = "trajectories") -> Iterator[None]:
-    """A page; if it is about a `run`, with links to the views of it, of which this one is `view`."""
+    """A page; if it is about a `run`, with links to its views, of which this one is `view`."""
     chosen = ui.context.client.request.cookies.get(DARK_COOKIE)
     ui.dark_mode({"dark": True, "light": False}.get(chosen))
     ui.colors(primary="#1f78b4")

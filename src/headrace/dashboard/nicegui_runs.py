@@ -14,7 +14,6 @@ from headrace.dashboard import nicegui_elements as page
 from headrace.dashboard.books import PAGE_COLUMNS, Page, Rewards, Timeline, Wanted, number, read_accounts
 from headrace.dashboard.charts import CARDS, Card, Drawn, Look, metric_curves
 from headrace.dashboard.site import LiveRun, Overview, Site, address
-from headrace.errors import HeadraceError, RunError
 from headrace.insight.reports import triage_report
 from headrace.insight.triage import Triage
 from headrace.ledger.files import is_run, run_config
@@ -171,10 +170,7 @@ class RunViews:
 
 def _set(live: LiveRun) -> dict[str, str]:
     """The settings of a run that are not at their defaults."""
-    try:
-        return dict(text.split("=", 1) for text in changed(run_config(live.path)))
-    except HeadraceError as error:
-        raise RunError(f"The settings of {live.name} cannot be read: {error}") from error
+    return dict(text.split("=", 1) for text in changed(run_config(live.path)))
 
 
 def _verdict(found: Triage | str) -> None:

@@ -54,7 +54,7 @@ class Desk:
 
 
 class Session:
-    """An episode under way. A place in it is the index of its last token; -1 is before the first."""
+    """An episode under way. A place in it is an index of a token; -1 is before the first."""
 
     def __init__(self, desk: Desk, order: Order, i: int) -> None:
         self.desk, self.order, self.sampling = desk, order, order.samplings[i]

@@ -43,7 +43,7 @@ class Selection:
     def __init__(self, spec: str, num: int, known: Callable[[], Iterable[Known]], order: Order) -> None:
         self._spec, self._num, self._order = spec, num, order
         self._turn = -np.argsort(order(0))  # of equal ones: from the end, explored last
-        self._standing = np.full(num, UNSEEN)
+        self._standing = np.full(num, UNSEEN, np.int64)
         self._guess = np.full(SOLVED + 1, 0.5)
         self._groups, self._differed = np.zeros((2, SOLVED + 1))  # by the standing before them
         self._version, self._low, self._high = 0, np.inf, -np.inf  # of outcomes, and rewards so far
@@ -110,9 +110,8 @@ class Selection:
 
     def _score(self) -> Floats:
         if self._function is None:
-            chances = (self._differed + PRIOR * self._guess) / (self._groups + PRIOR)
-            found: Floats = chances[self._standing]
-            return found
+            chances: Floats = (self._differed + PRIOR * self._guess) / (self._groups + PRIOR)
+            return chances[self._standing]
         told = f"prompts.select = '{self._spec}'"
         try:
             scores = np.array(list(self._function(tuple(self._known))), np.float64)

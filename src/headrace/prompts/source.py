@@ -150,20 +150,15 @@ def open_lines(path: Path) -> IO[bytes]:
                 shutil.copyfileobj(file, plain)
             else:
                 lines = _csv_lines if kind_of(path) == ".csv" else _json_lines
-                plain.writelines(map(str.encode, lines(path, _text(path, file.read()))))
+                plain.writelines(map(str.encode, lines(path, file.read().decode("utf-8-sig"))))
             plain.seek(0)
             undo.pop_all()
             return plain
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from error
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _text(path: Path, content: bytes) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8") from error
 
 
 def _csv_lines(path: Path, text: str) -> Iterator[str]:

@@ -232,8 +232,7 @@ class PromptStream:
         # Small problems come up twice in a random task: one that is held out is not trained on.
         is_made = names_file(section.source.rpartition(":")[0])
         answered = [p for p in self.held_out if is_made and "answer" in p.fields]
-        texts = [str(list(p.messages)) if p.messages else p.text for p in answered]
-        held = {(text, str(p.fields["answer"])) for text, p in zip(texts, answered, strict=True)}
+        held = {(str(list(p.messages) or p.text), str(p.fields["answer"])) for p in answered}
         owner = {prompt.id: "a held-out record" for prompt in self.held_out}
         keep, checksum = [], 0
         for i in range(num_train):

@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +136,7 @@ class TokenTexts(NamedTuple):
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text; of a part of a character, its name in the vocabulary."""
+        """What each token adds to the text; if part of a character, its name in the vocabulary."""
         found, before = [], ""
         for position, token_id in enumerate(token_ids):
             # many tokenizers take the space off a text's first token: each is read behind another
@@ -282,9 +283,12 @@ def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
 def said(whole: Trajectory) -> dict[str, str]:
     """The answer, or each turn with the reply to it, what the reward function said, by title."""
     found = {} if whole.turns else {"answer": whole.text}
+    in_steps = not whole.segments and any(a.end == b.start for a, b in pairwise(whole.turns))
+    name = "step" if in_steps else "turn"
     for number, turn in enumerate(whole.turns, 1):
-        versions = [str(s.version) for s in whole.spans if turn.start <= s.start < turn.end]
-        about = [f"turn {number}", *([turn.agent] if turn.agent else []), f"version {' and '.join(versions)}"]
+        versions = [str(s.version) for s in whole.spans if s.start < turn.end and turn.start < s.end]
+        about = [f"{name} {number}", *([turn.agent] if turn.agent else [])]
+        about += [f"version {' and '.join(versions)}"] if versions else []
         about += [] if turn.reward is None else [f"reward {turn.reward:g}"]
         found[", ".join(about)] = turn.text
         if turn.replies:
