@@ -75,6 +75,14 @@ def test_the_trees_benchmark_computes_a_prefix_once(
     assert all(ratio > 0 for one in found.values() for ratio in one["ratios"])
 
 
+def test_the_turns_benchmark_plays_every_turn(benchmark: Callable[[str], Any]) -> None:
+    turns = benchmark("turns")
+    found = turns.main(["--tiny", "--repeats", "1", "--threads", "1"])["tiny"]
+    assert 4 * 3 * turns.LEAST <= found["tokens"] <= 4 * 3 * turns.MOST
+    assert found["ms"] > 0
+    assert all(ratio > 0 for ratio in found["ratios"])
+
+
 def test_the_grpo_benchmark_trains_on_equal_and_on_long_tailed_answers(
     benchmark: Callable[[str], Any], tmp_path: Path
 ) -> None:

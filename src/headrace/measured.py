@@ -148,13 +148,9 @@ class Row:
     again_tokens: int = _total("tokens/again", "tokens of earlier steps, trained on again", "tokens")
     dropped_tokens: Mapping[str, int]  # by reason
     backlog_tokens: int = _metric("tokens/backlog", "tokens buffered and in flight after the step", "tokens", "last")
-    preemptions: int = _total(
-        "engine/preemptions", "times a sequence gave up its cache because there was no more, and was computed again"
-    )
+    preemptions: int = _total("engine/preemptions", "sequences preempted: the cache was full")
     parks: int = _total("engine/parks", "times a sequence that reached max_wall_s was laid aside for others")
-    cached_share: float = _metric(
-        "engine/cached_share", "share of prompt tokens that were served from the cache of an earlier turn"
-    )
+    cached_share: float = _metric("engine/cached_share", "share of prompt tokens served from cache")
     turns_mean: float = _metric("episode/turns_mean", "turns per scored trajectory")
     environment_s: float = _metric("time/environment", "seconds in which environments worked", "seconds")
     lag_mean: float = _metric("lag/mean", "mean lag over trained tokens", "versions")
@@ -168,18 +164,12 @@ class Row:
         "length/max", "sampled tokens of the longest scored trajectory", "tokens", "max", "answer_tokens_max"
     )
     truncated_share: float = _metric(
-        "length/truncated_share",
-        "share of the scored trajectories that ran into max_new_tokens or max_wall_s",
-        exported="answers_cut_share",
+        "length/truncated_share", "share of answers cut by a limit", exported="answers_cut_share"
     )
     loss: float = _metric("learner/loss", "loss")
     grad_norm: float = _metric("learner/grad_norm", "norm of the gradient, before it is clipped")
     lr: float = _metric("learner/lr", "learning rate", "", "last", "learning_rate")
-    skipped: bool = _total(
-        "learner/skipped",
-        "the gradient was not finite, the weights stayed as they were",
-        exported="skipped_steps_total",
-    )
+    skipped: bool = _total("learner/skipped", "no update: the gradient was not finite", exported="skipped_steps_total")
     entropy: float = _metric("learner/entropy", "mean of -log p over sampled tokens", "nats")
     kl_reference: float = _metric("learner/kl_reference", "KL from the reference", "nats")
     mismatch_mean: float = _metric("mismatch/mean", "mean |learner - behaviour| log-prob", "nats")

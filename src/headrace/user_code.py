@@ -121,7 +121,7 @@ def names_file(place: str) -> bool:
 
 
 def names_function(agent: str) -> bool:
-    """Whether it is file.py:function or module:function, not a command, which may have colons, too."""
+    """Whether it is file.py:function or module:function, not a command with colons."""
     return ":" in agent and not any(map(str.isspace, agent)) and agent.rpartition(":")[2].isidentifier()
 
 

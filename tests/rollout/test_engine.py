@@ -57,8 +57,8 @@ def test_logprobs_are_those_of_a_plain_forward(
     events: list[str] = []
 
     class RecordedPrefill(PrefillPlan):
-        def __init__(self, arena: Arena, chunks: list[Chunk]) -> None:
-            super().__init__(arena, chunks)
+        def __init__(self, arena: Arena, chunks: list[Chunk], num_short: int) -> None:
+            super().__init__(arena, chunks, num_short)
             events.extend("later chunk" if chunk.start else "first chunk" for chunk in chunks)
 
     class RecordedDecode(DecodePlan):

@@ -99,7 +99,7 @@ def prepare_process() -> None:
     """SIGTERM, with which clusters preempt, and SIGHUP do what Ctrl-C does; for commands, not for who imports us."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch is imported: no spinning beside user code
     with suppress(ValueError):  # not in the main thread
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script started it in the background
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background
             signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGHUP):
             if number is signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,9 +15,8 @@ from headrace.episode.answer import Tools
 from headrace.episode.chat import Chat, Message, Messages
 from headrace.episode.tree import context, indices, place_before, told, turned
 from headrace.errors import ChatError
+from headrace.roles import R
 from headrace.types import DropReason, FinishReason, IntArray, Order, Outcome, Sampling, Trajectory, Turn
-
-R = TypeVar("R")
 
 
 class AbortedError(Exception):

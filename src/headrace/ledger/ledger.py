@@ -339,7 +339,7 @@ class Ledger(AbstractContextManager["Ledger"]):
         self.connection.execute(query, (str(reason), lag, id))
 
     def _leave_flight(self, group: Group, t: Trajectory, account: str, of: Mapping[str, Any]) -> None:
-        """Book what becomes of a trajectory in flight, with the columns `of`, and keep its tokens."""
+        """Book what becomes of a trajectory in flight, with columns `of`; keep its tokens."""
         values = {**journal.columns(t), "serial": group.serial, "attempt": group.attempt, **of}
         journal.insert(self.connection, "trajectories", values)
         moved = {"trajectory_id": t.id, "lag": of.get("lag")}

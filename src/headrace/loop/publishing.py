@@ -43,7 +43,7 @@ class WeightPublisher:
     pending: Ticket | None = None  # offered, to be delivered
     moved_bytes: int = 0
     _receivers: list[Worker[Sampler]] = field(default_factory=list)  # of what is offered
-    _late: dict[Worker[Sampler], list[int]] = field(default_factory=dict)  # and the versions they fetch
+    _late: dict[Worker[Sampler], list[int]] = field(default_factory=dict)  # and what they fetch
     _begun_s: float = 0.0  # when it was begun to be
     _tries: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -63,7 +63,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], group: Process
     for number in sorted(set(files.values())):  # torch's own writer copies all of it twice
         file = directory / f"{number:05}.safetensors"
         save_file({name: tensor for name, tensor in tensors.items() if files[name] == number}, file)
-        file.chmod(directory.stat().st_mode & 0o666)  # as the umask says: it lets nobody else read them
+        file.chmod(directory.stat().st_mode & 0o666)  # as the umask says
 
 
 def read_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:

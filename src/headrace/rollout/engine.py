@@ -9,10 +9,11 @@ sequences are rows 0..n-1 of the KV cache (store.py).
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache, cached_property, partial
-from itertools import islice
+from itertools import compress, islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -92,7 +93,7 @@ class Engine:
         self._waiting: deque[_PromptGroup] = deque()
         self._prefilling: list[_PromptGroup] = []
         self._finished: list[Generation] = []
-        self._kept: list[RowSequence] = []  # for next turns; least recently used first
+        self._kept: dict[str, list[RowSequence]] = {}  # for next turns, by session; least recently used first
 
     # ---- called from any thread
 
@@ -102,7 +103,7 @@ class Engine:
 
     def forget(self, sessions: set[str]) -> None:
         """These sessions are over: their cache is free."""
-        self._inbox.append(lambda: self._drop_kept([kept for kept in self._kept if kept.request.session in sessions]))
+        self._inbox.append(lambda: self._drop_kept(sessions))
 
     def resume_request(self, request: Request, known: Trajectory) -> None:
         """Queue a request that has sampled a part of its answer, `known`, perhaps elsewhere."""
@@ -151,7 +152,7 @@ class Engine:
         """The policy's weights are those of `version` from now on. Call it between steps."""
         self.version = version
         if self.on_update != "keep":  # the next turn computes them again
-            self._drop_kept(self._kept)
+            self._drop_kept([*self._kept])
         for group in self._prefilling:
             # what it samples has one version, and so has the cache, but for that of earlier turns
             group.cached = group.done = group.cached if self.on_update == "keep" else 0
@@ -223,16 +224,18 @@ class Engine:
             num_rows = len(self._rows) + sum(len(g.requests) for g in starting)
             longest = max(self._rows.longest_possible, *(g.longest for g in starting))
             sizes = {"num_prompt": len(group.prompt), "num_requests": len(group.requests)}
-            kept = self._find_kept(group)
+            session = group.requests[0].session if len(group.requests) == 1 else ""
+            if session in self._kept:  # it counts as just used
+                self._kept[session] = self._kept.pop(session)
             fits = partial(self._store.has_room, num_rows=num_rows, longest=longest, **sizes)
             while not (room := fits()) and self._kept:
-                self._drop_kept(self._kept[:1])
-            kept = kept if kept in self._kept else None
+                self._drop_kept([next(iter(self._kept))])
             alone = not len(self._rows) and not self._prefilling
             if not (num_rows <= self.max_running and room) and not alone:
                 return True
-            cached = 0 if kept is None else _common(group.prompt[:-1], kept.tokens[:-1])
-            place = self._store.open(**sizes, kept=None if kept is None else kept.cache, num_kept=cached)
+            begins = [(_common(group.prompt[:-1], k.tokens[:-1]), k) for k in self._kept.get(session, ())]
+            cached, kept = max(begins, key=itemgetter(0), default=(0, None))
+            place = self._store.open(**sizes, kept=kept.cache if kept else None, num_kept=cached)
             if place is None:
                 break
             group.place, group.cached, group.done = place, cached, cached
@@ -308,7 +311,7 @@ class Engine:
     def _make_room(self) -> None:
         """The cache is full: preempt what started last. It will be recomputed."""
         if self._kept:
-            self._drop_kept(self._kept[:1])
+            self._drop_kept([next(iter(self._kept))])
         elif self._prefilling:  # nothing is sampled yet: only part of a prefill is lost
             group = self._prefilling.pop()
             self._store.close(group.place)
@@ -357,26 +360,18 @@ class Engine:
             cache = self._store.keep(row, int(self._rows.lengths[row]) - 1)
         sequence = self._remove(row)
         if cache is not None:
-            mine = [kept for kept in self._kept if kept.request.session == session]
-            tokens = sequence.tokens[:-1]
-            self._drop_kept([k for k in mine if _common(k.tokens[:-1], tokens) == len(k.tokens) - 1])
-            self._kept.append(replace(sequence, supports=[], cache=cache))
+            tokens, mine = sequence.tokens[:-1], self._kept.pop(session, [])
+            longer = [_common(k.tokens[:-1], tokens) == len(k.tokens) - 1 for k in mine]
+            for kept in compress(mine, longer):
+                self._store.drop_kept(kept.cache)
+            others = [kept for kept, more in zip(mine, longer, strict=True) if not more]
+            self._kept[session] = [*others, replace(sequence, supports=[], cache=cache)]
         self._finished.append(sequence.generation(finish, self.clock()))
 
-    def _find_kept(self, group: _PromptGroup) -> RowSequence | None:
-        """What is kept of its session and begins most like its prompt; it counts as just used."""
-        session = group.requests[0].session if len(group.requests) == 1 else ""
-        found = [kept for kept in self._kept if session and kept.request.session == session]
-        best = max(found, key=lambda kept: _common(group.prompt, kept.tokens[:-1]), default=None)
-        if best is not None:
-            self._kept.remove(best)
-            self._kept.append(best)
-        return best
-
-    def _drop_kept(self, dropped: Sequence[RowSequence]) -> None:
-        for kept in dropped:
-            self._store.drop_kept(kept.cache)
-        self._kept = [kept for kept in self._kept if kept not in dropped]
+    def _drop_kept(self, sessions: Iterable[str]) -> None:
+        for session in sessions:
+            for kept in self._kept.pop(session, ()):
+                self._store.drop_kept(kept.cache)
 
     def _remove(self, row: int) -> RowSequence:
         """Remove a row, and return what it was; the last row moves into its place."""

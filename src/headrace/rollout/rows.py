@@ -23,6 +23,7 @@ GROWTH_TOKENS = 64
 MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0x9E3779B97F4A7C15))
 NOTHING: npt.NDArray[np.void] = np.empty(0, np.void)
 CONTEXT = 8  # tokens before a sampled one from which n-grams predict it
+NO_TAIL = np.full(CONTEXT, -1, np.int64)
 
 STATE = np.dtype(  # of a running sequence
     [
@@ -201,7 +202,7 @@ class Rows:
         new["has_stop"] = [bool(r.sampling.stop) for r in requests]
         new["counted"] = [r.counted for r in requests]
         new["began_s"] = now_s
-        new["prompt_key"], new["tail"] = prompt_key(prompt), contexts_of(prompt)[-1]
+        new["prompt_key"], new["tail"] = prompt_key(prompt), np.append(NO_TAIL, prompt)[-CONTEXT:]
 
     def append(self, first: int, burst: Burst, version: int) -> None:
         most = int((self.sampled[first : first + len(burst.counts)] + burst.counts).max())
@@ -320,7 +321,7 @@ def request_seed(*parts: int) -> int:
 
 def contexts_of(tokens: IntArray) -> Ints:
     """The CONTEXT tokens before each position and before the end `[T + 1, CONTEXT]`."""
-    padded = np.concatenate([np.full(CONTEXT, -1), tokens]).astype(np.int64)
+    padded = np.append(NO_TAIL, tokens)
     return np.lib.stride_tricks.sliding_window_view(padded, CONTEXT)
 
 

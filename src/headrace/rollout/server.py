@@ -53,7 +53,7 @@ class Server:
     """One server process group, perhaps in place of another. Its directory has the model that it loads, and its log."""
 
     is_up, address, shown = False, "", ""
-    num_asked, heard_s = 0, 0.0  # answers that it is asked for, and when it last said something of them
+    num_asked, heard_s = 0, 0.0  # answers asked for, and when it last told of them
 
     def __init__(
         self, command: str, write: Callable[[Path], None], launch: Callable[[Path], Launch], again: bool = False

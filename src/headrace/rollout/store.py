@@ -4,10 +4,9 @@
 (paged.py) has the same methods for CUDA devices: a paged cache, and bursts of decode steps that do
 not synchronise with the host.
 
-R rows, J key/value heads, C token capacity, D head size. Rows are those of `Rows`: 0..n-1 are in
-use, so a decode step reads the cache in place, as a slice, without a gather. Keys are transposed,
-`[R, J, D, C]`, which makes decode attention three times faster (32 µs against 95 µs for 128 rows of
-38 tokens on two cores).
+L layers, R rows, J key/value heads, C token capacity, D head size. Rows are those of `Rows`: 0..n-1
+are in use, so a decode step reads the cache in place, as a slice, without a gather. Keys are
+transposed, `[L, R, J, D, C]`, which makes decode attention three times faster on a CPU.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,46 +32,51 @@ from headrace.types import IntArray, RouteArray, Sampling
 MOST_STEPS = 16  # of one burst; new requests and weights wait for its end
 STAGING_ROWS = 8  # prompts in prefill at the same time; more of them if they are short
 STAGING_TOKENS = 8192
-SHORT_CHUNK = 48  # tokens: such chunks attend together, padded
+SHORT_CHUNK = 48  # tokens: such chunks of prompts attend together, padded
 GROWTH_TOKENS = 64  # rows of cache get longer by this many at least
+Cache = tuple[Tensor, Tensor]  # keys [L, R, J, D, T] and values [L, R, J, T, D] of some tokens
 
 
 class Arena:
     """Keys and values of every layer. Rows and length grow as the running sequences need."""
 
-    def __init__(self, policy: Policy, budget_tokens: int, granule_tokens: int = 1) -> None:
+    def __init__(self, policy: Policy, budget_tokens: int, granule_tokens: int) -> None:
         self._budget_tokens = budget_tokens
         self._granule_tokens = granule_tokens  # `capacity` is a multiple of it
         self.num_rows = self.capacity = 0
         empty = partial(torch.empty, dtype=policy.dtype, device=policy.device)
-        self.keys = [empty(0, policy.num_kv_heads, policy.head_size, 0)] * policy.num_layers
-        self.values = [empty(0, policy.num_kv_heads, 0, policy.value_size)] * policy.num_layers
+        self.keys = empty(policy.num_layers, 0, policy.num_kv_heads, policy.head_size, 0)
+        self.values = empty(policy.num_layers, 0, policy.num_kv_heads, 0, policy.value_size)
 
     def reserve(self, num_rows: int, num_tokens: int, most_tokens: int = 0) -> None:
         """Make room for `num_rows` of `num_tokens`; no row in use will exceed `most_tokens`."""
         if num_rows <= self.num_rows and num_tokens <= self.capacity:
             return
         most_tokens = max(num_tokens, most_tokens)
-        rows, capacity = max(num_rows, self.num_rows), self.capacity
+        rows, capacity = self.num_rows, self.capacity
         if num_tokens > capacity:
-            capacity = self._in_granules(min(most_tokens, max(num_tokens, 2 * capacity, GROWTH_TOKENS)))
+            wanted = min(most_tokens, max(num_tokens, 2 * capacity, GROWTH_TOKENS))
+            capacity = self._in_granules(max(wanted, capacity + capacity // 8))  # next turns are longer
+        if num_rows > rows:  # each growth copies all
+            rows = max(num_rows, min(rows + rows // 4, self._budget_tokens // capacity))
         if rows * capacity > self._budget_tokens:  # free what only earlier sequences needed
             rows, capacity = num_rows, min(capacity, self._in_granules(most_tokens))
-        kept_rows, kept_tokens = min(rows, self.num_rows), min(capacity, self.capacity)
-        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            # not `empty`: masked positions are multiplied by zero, and 0 * NaN is NaN
-            self.keys[layer] = keys.new_zeros(rows, *keys.shape[1:3], capacity)
-            self.keys[layer][:kept_rows, ..., :kept_tokens] = keys[:kept_rows, ..., :kept_tokens]
-            self.values[layer] = values.new_zeros(rows, values.shape[1], capacity, values.shape[3])
-            self.values[layer][:kept_rows, :, :kept_tokens] = values[:kept_rows, :, :kept_tokens]
+        old = self.rows(0, min(rows, self.num_rows), min(capacity, self.capacity))
+        (layers, _, *per_head, _), (*_, value_size) = self.keys.shape, self.values.shape
+        # not `empty`: masked positions are multiplied by zero, and 0 * NaN is NaN
+        self.keys = self.keys.new_zeros(layers, rows, *per_head, capacity)
+        self.values = self.values.new_zeros(layers, rows, per_head[0], capacity, value_size)
         self.num_rows, self.capacity = rows, capacity
+        self.fill(0, old[0].shape[1], old)
 
-    def copy(self, other: "Arena", source: int, start: int, end: int, num_tokens: int) -> None:
-        """Copy the first `num_tokens` of row `source` of `other` into rows `start` to `end`."""
-        for mine, theirs in zip(self.keys, other.keys, strict=True):
-            mine[start:end, ..., :num_tokens] = theirs[source, ..., :num_tokens]
-        for mine, theirs in zip(self.values, other.values, strict=True):
-            mine[start:end, :, :num_tokens] = theirs[source, :, :num_tokens]
+    def rows(self, start: int, end: int, num_tokens: int) -> Cache:
+        """The first tokens of rows `start` to `end`."""
+        return self.keys[:, start:end, ..., :num_tokens], self.values[:, start:end, :, :num_tokens]
+
+    def fill(self, start: int, end: int, cache: Cache) -> None:
+        """These rows begin with `cache`, of one row or of each."""
+        for mine, theirs in zip(self.rows(start, end, cache[0].shape[-1]), cache, strict=True):
+            mine.copy_(theirs)
 
     def _in_granules(self, num_tokens: int) -> int:
         return -(-num_tokens // self._granule_tokens) * self._granule_tokens
@@ -94,25 +98,37 @@ class Chunk:
 
 
 class PrefillPlan:
-    """Packed chunks of prompts. A token attends to what is cached of its prompt and its past."""
+    """Packed chunks of prompts. A token attends to what is cached of its prompt and its past.
 
-    def __init__(self, arena: Arena, chunks: Sequence[Chunk]) -> None:
-        self.arena, self.chunks = arena, chunks
+    Chunks of up to `short` tokens attend together, padded: not batch-invariant.
+    """
+
+    def __init__(self, arena: Arena, chunks: Sequence[Chunk], short: int = 0) -> None:
+        self.arena, sizes = arena, np.array([c.size for c in chunks])
+        first, few = sizes.cumsum() - sizes, sizes <= short
+        self._long = [(c, slice(at, at + c.size)) for c, at in zip(chunks, first, strict=True) if c.size > short]
+        self._few = torch.from_numpy(np.flatnonzero(few.repeat(sizes)))
+        if few.any():
+            row, start = np.array([(c.row, c.start) for c in chunks])[few].repeat(sizes[few], 0).T
+            ahead = np.concatenate([*map(np.arange, sizes[few])])
+            self._padded = VerifyPlan(arena, start + ahead, row, ahead)
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int, exact: bool = False
     ) -> Tensor:
         """If `exact`, the same bits however the prompt is cut into chunks."""
         rectangle: Any = RectangleAttention.apply if exact else attend_rectangle
-        outs, sizes = [], [c.size for c in self.chunks]
-        parts = (x.split(sizes) for x in (q_THD, k_TJD, v_TJD))
-        for c, q, k, v in zip(self.chunks, *parts, strict=True):
+        out = v_TJD.new_empty(*q_THD.shape[:2], v_TJD.shape[2])
+        if len(few := self._few):
+            out[few] = self._padded.attend(layer, q_THD[few], k_TJD[few], v_TJD[few], scale, window)
+        for c, at in self._long:
             keys, values = self.arena.keys[layer][c.row], self.arena.values[layer][c.row]
-            keys[..., c.start : c.end] = k.permute(1, 2, 0)
-            values[:, c.start : c.end] = v.transpose(0, 1)
+            keys[..., c.start : c.end] = k_TJD[at].permute(1, 2, 0)
+            values[:, c.start : c.end] = v_TJD[at].transpose(0, 1)
             seen = keys[..., : c.end].permute(2, 0, 1), values[:, : c.end].transpose(0, 1)
-            outs.append(rectangle(q, *seen, (1, c.size), scale, window if window < c.end else 0))
-        return torch.cat(outs)
+            reach = window if window < c.end else 0
+            out[at] = rectangle(q_THD[at], *seen, (1, c.size), scale, reach)
+        return out
 
 
 class DecodePlan:
@@ -202,7 +218,7 @@ class RowStore:
         """Whether a prompt group may start: then there are `num_rows` of up to `longest` tokens."""
         return num_rows * longest + self._kept_tokens <= self._kv_tokens
 
-    def open(self, num_prompt: int, num_requests: int, kept: Arena | None = None, num_kept: int = 0) -> int | None:
+    def open(self, num_prompt: int, num_requests: int, kept: Cache | None = None, num_kept: int = 0) -> int | None:
         """A place for a prompt's cache, beginning with `num_kept` tokens of `kept`; None: full."""
         place = min(self._free, default=None)
         longest = max(num_prompt, self._staging.capacity)
@@ -211,37 +227,31 @@ class RowStore:
         self._free.remove(place)
         if kept is not None and num_kept:
             self._staging.reserve(place + 1, num_prompt)
-            self._staging.copy(kept, 0, place, place + 1, num_kept)
+            self._staging.fill(place, place + 1, (kept[0][..., :num_kept], kept[1][..., :num_kept, :]))
         return place
 
-    def keep(self, row: int, num_tokens: int) -> Arena:
+    def keep(self, row: int, num_tokens: int) -> Cache:
         """A copy of the cache of a row that ends: its first `num_tokens`."""
-        kept = Arena(self._policy, num_tokens)
-        kept.reserve(1, num_tokens)
-        kept.copy(self._arena, row, 0, 1, num_tokens)
         self._kept_tokens += num_tokens
-        return kept
+        keys, values = self._arena.rows(row, row + 1, num_tokens)
+        return keys.clone(), values.clone()
 
-    def drop_kept(self, kept: Arena) -> None:
-        self._kept_tokens -= kept.capacity
+    def drop_kept(self, kept: Cache) -> None:
+        self._kept_tokens -= kept[0].shape[-1]
 
     def prefill(self, chunks: Sequence[Chunk], of_rows: bool = False) -> tuple[Tensor, RouteArray]:
         """As `forward`: chunks of opened prompts (their `row` is a place), or of rows again."""
-        arena, sizes = self._arena if of_rows else self._staging, [c.size for c in chunks]
+        arena = self._arena if of_rows else self._staging
         arena.reserve(max(c.row for c in chunks) + 1, max(c.end for c in chunks))
-        plan: PrefillPlan | VerifyPlan = PrefillPlan(arena, chunks)
-        together = len(chunks) > 1 or chunks[0].start > 0
-        if together and max(sizes) <= SHORT_CHUNK and not of_rows and not self._policy.exact:
-            which, ahead = np.repeat([c.row for c in chunks], sizes), np.concatenate([*map(np.arange, sizes)])
-            plan = VerifyPlan(arena, np.repeat([c.start for c in chunks], sizes) + ahead, which, ahead)
-        return forward(self._policy, chunks, plan)
+        short = 0 if self._policy.exact else SHORT_CHUNK
+        return forward(self._policy, chunks, PrefillPlan(arena, chunks, short))
 
     def fork(self, place: int, count: int) -> None:
         """The last `count` rows begin with the prompt's cache."""
         rows = self._running
         first, num_prompt = len(rows) - count, int(rows.lengths[-1])
         self._arena.reserve(len(rows), num_prompt + 1, rows.longest_possible)
-        self._arena.copy(self._staging, place, first, len(rows), num_prompt)
+        self._arena.fill(first, len(rows), self._staging.rows(place, place + 1, num_prompt))
 
     def close(self, place: int) -> None:
         self._free.append(place)
@@ -264,7 +274,7 @@ class RowStore:
         """The last row moves into the place of this one."""
         last = len(self._running) - 1
         if row != last:
-            self._arena.copy(self._arena, last, row, row + 1, int(self._running.lengths[last]) - 1)
+            self._arena.fill(row, row + 1, self._arena.rows(last, last + 1, int(self._running.lengths[last]) - 1))
 
 
 def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:

@@ -209,17 +209,15 @@ class Conversation:
         """The last answer of this conversation that the messages hold, and the messages that follow it."""
         node, new, before = self._root, list[Message](), list[Any]()
         for message in messages:
-            said, ids = normal(message), _ids(message)
-            if message["role"] == "assistant":
-                near = [child for child in reversed(node.children) if child.new == before]
-                found = [child for child in near if child.ids & ids] or [c for c in near if c.said == said]
-                if found:
-                    node, new, before = found[0], [], []
-                    continue
-                if node.ids & ids:  # a client may put a result between two calls of one answer
-                    continue
-            new.append(message)
-            before.append(said)
+            ids, is_answer = _ids(message), message["role"] == "assistant"
+            near = [child for child in reversed(node.children) if is_answer and child.new == before]
+            found = [child for child in near if child.ids & ids]
+            said = () if found else normal(message)
+            if found := found or [child for child in near if child.said == said]:
+                node, new, before = found[0], [], []
+            elif not (is_answer and node.ids & ids):  # its results may stand between its calls
+                new.append(message)
+                before.append(said)
         return node, new
 
     def _addition(self, ask: Ask, node: Node, new: Sequence[Message]) -> Addition:
