@@ -157,9 +157,7 @@ class Row:
     lag_max: int = _metric("lag/max", "lag of the oldest trained token", "versions", "max")
     reward_mean: float = _metric("reward/mean", "mean reward of all scored trajectories")
     reward_std: float = _metric("reward/std", "standard deviation of these rewards")
-    length_mean: float = _metric(
-        "length/mean", "sampled tokens per scored answer", "tokens", exported="answer_tokens_mean"
-    )
+    length_mean: float = _metric("length/mean", "sampled tokens per answer", "tokens", exported="answer_tokens_mean")
     length_max: int = _metric(
         "length/max", "sampled tokens of the longest scored trajectory", "tokens", "max", "answer_tokens_max"
     )
@@ -188,9 +186,7 @@ class Row:
         exported="effective_samples_share",
     )
     stage_s: StageTimes
-    publish_bytes: int = _metric(
-        "publish/bytes", "bytes moved to bring new weights to the engine", "bytes", exported="publish_bytes_total"
-    )
+    publish_bytes: int = _metric("publish/bytes", "bytes of new weights", "bytes", exported="publish_bytes_total")
     score: float | None = _metric(
         "eval/score", "held-out score, on the steps that evaluate", exported="held_out_score", default=None
     )

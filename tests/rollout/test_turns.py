@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from mixtures import MIXTURES
 from plain_forward import make_engine, perturb, tight_engine
 from played_turns import asked, assert_as_from_scratch, play, run, words
 
 from headrace.policy.policy import Policy
+from headrace.rollout.store import Arena, Chunk, PrefillPlan
 
 pytestmark = pytest.mark.usefixtures("endless")
 
@@ -41,6 +43,43 @@ def test_a_branch_goes_on_from_what_it_shares_with_an_earlier_turn(make_policy: 
     (answer,) = run(engine, question).values()
     assert engine.cached_tokens - cached == 15
     assert_as_from_scratch(partial(make_engine, policy), {"0#9": (question, answer)})
+
+
+def test_what_goes_on_is_kept_longer_than_other_branches_of_its_episode(policy: Policy):
+    engine = make_engine(policy, kv_tokens=560, prefill_tokens=512)
+    (context, *_), cached = asked(0, 1, words(90)), 0
+    (main,) = run(engine, asked(0, 1, context)).values()
+    for turn in (2, 3):  # of other agents, which take the room
+        run(engine, asked(0, turn, words(90, turn)))
+    for turn in (4, 5, 6):
+        before, context = len(context) + len(main.token_ids), np.concatenate([context, main.token_ids, words(60, turn)])
+        (main,) = run(engine, asked(0, turn, context)).values()
+        assert engine.cached_tokens - cached == before - 1
+        cached = engine.cached_tokens
+
+
+def test_short_chunks_attend_together_unless_most_of_that_is_padding(policy: Policy):
+    heads, of_keys, size = policy.model.config.num_attention_heads, policy.num_kv_heads, policy.head_size
+
+    def num_alone(*of: tuple[int, int, int]) -> int:
+        """Of these chunks (row, start, size), those that attend by themselves. All attend to what they should."""
+        chunks = [Chunk(row, start, start + size, words(start + size)) for row, start, size in of]
+        arena = Arena(policy, 10**6, 8)
+        arena.reserve(16, 500)
+        arena.keys.normal_(), arena.values.normal_()
+        inputs = [torch.randn(sum(c.size for c in chunks), n, size) for n in (heads, of_keys, of_keys)]
+        plan, alone = PrefillPlan(arena, chunks, 48), PrefillPlan(arena, chunks)
+        for window in (0, 7):
+            torch.testing.assert_close(plan.attend(0, *inputs, 0.3, window), alone.attend(0, *inputs, 0.3, window))
+        assert len(alone._long) == len(chunks)
+        return len(plan._long)
+
+    alike = [(row, 20 + row, 5) for row in range(8)]
+    assert num_alone(*alike) == 0
+    assert num_alone(alike[0], (8, 0, 100), *alike[1:]) == 1
+    assert num_alone((9, 0, 60), (3, 10, 49)) == 2
+    assert num_alone((12, 400, 5)) == 1  # rows 0 to 11 would be padding
+    assert num_alone(*alike, (8, 480, 5)) == 9  # and here what seven of them see
 
 
 def test_what_was_kept_goes_before_anybody_is_preempted(make_policy: Callable[..., Policy]):

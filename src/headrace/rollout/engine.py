@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache, cached_property, partial
 from itertools import compress, islice
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -225,16 +224,16 @@ class Engine:
             longest = max(self._rows.longest_possible, *(g.longest for g in starting))
             sizes = {"num_prompt": len(group.prompt), "num_requests": len(group.requests)}
             session = group.requests[0].session if len(group.requests) == 1 else ""
-            if session in self._kept:  # it counts as just used
-                self._kept[session] = self._kept.pop(session)
+            if mine := self._kept.pop(session, []):  # it counts as just used, and what begins like the prompt goes last
+                self._kept[session] = sorted(mine, key=lambda kept: _common(group.prompt, kept.tokens[:-1]))
             fits = partial(self._store.has_room, num_rows=num_rows, longest=longest, **sizes)
             while not (room := fits()) and self._kept:
-                self._drop_kept([next(iter(self._kept))])
+                self._drop_oldest()
             alone = not len(self._rows) and not self._prefilling
             if not (num_rows <= self.max_running and room) and not alone:
                 return True
-            begins = [(_common(group.prompt[:-1], k.tokens[:-1]), k) for k in self._kept.get(session, ())]
-            cached, kept = max(begins, key=itemgetter(0), default=(0, None))
+            kept = self._kept[session][-1] if session in self._kept else None
+            cached = _common(group.prompt[:-1], kept.tokens[:-1]) if kept else 0
             place = self._store.open(**sizes, kept=kept.cache if kept else None, num_kept=cached)
             if place is None:
                 break
@@ -311,7 +310,7 @@ class Engine:
     def _make_room(self) -> None:
         """The cache is full: preempt what started last. It will be recomputed."""
         if self._kept:
-            self._drop_kept([next(iter(self._kept))])
+            self._drop_oldest()
         elif self._prefilling:  # nothing is sampled yet: only part of a prefill is lost
             group = self._prefilling.pop()
             self._store.close(group.place)
@@ -367,6 +366,13 @@ class Engine:
             others = [kept for kept, more in zip(mine, longer, strict=True) if not more]
             self._kept[session] = [*others, replace(sequence, supports=[], cache=cache)]
         self._finished.append(sequence.generation(finish, self.clock()))
+
+    def _drop_oldest(self) -> None:
+        session, (oldest, *others) = next(iter(self._kept.items()))
+        self._store.drop_kept(oldest.cache)
+        self._kept[session] = others  # in its place
+        if not others:
+            del self._kept[session]
 
     def _drop_kept(self, sessions: Iterable[str]) -> None:
         for session in sessions:

@@ -61,13 +61,15 @@ class Arena:
             rows = max(num_rows, min(rows + rows // 4, self._budget_tokens // capacity))
         if rows * capacity > self._budget_tokens:  # free what only earlier sequences needed
             rows, capacity = num_rows, min(capacity, self._in_granules(most_tokens))
-        old = self.rows(0, min(rows, self.num_rows), min(capacity, self.capacity))
-        (layers, _, *per_head, _), (*_, value_size) = self.keys.shape, self.values.shape
+        keys, values = self.rows(0, min(rows, self.num_rows), min(capacity, self.capacity))
+        (layers, _, heads, size, _), (*_, value_size) = self.keys.shape, self.values.shape
         # not `empty`: masked positions are multiplied by zero, and 0 * NaN is NaN
-        self.keys = self.keys.new_zeros(layers, rows, *per_head, capacity)
-        self.values = self.values.new_zeros(layers, rows, per_head[0], capacity, value_size)
+        self.keys = self.keys.new_zeros(layers, rows, heads, size, capacity)
+        self.keys[:, : keys.shape[1], ..., : keys.shape[4]] = keys
+        del keys  # the old ones, before there are new values
+        self.values = self.values.new_zeros(layers, rows, heads, capacity, value_size)
+        self.values[:, : values.shape[1], :, : values.shape[3]] = values
         self.num_rows, self.capacity = rows, capacity
-        self.fill(0, old[0].shape[1], old)
 
     def rows(self, start: int, end: int, num_tokens: int) -> Cache:
         """The first tokens of rows `start` to `end`."""
@@ -100,18 +102,20 @@ class Chunk:
 class PrefillPlan:
     """Packed chunks of prompts. A token attends to what is cached of its prompt and its past.
 
-    Chunks of up to `short` tokens attend together, padded: not batch-invariant.
+    Chunks of up to `short` tokens attend together, padded, if that is at most four times the work:
+    not batch-invariant.
     """
 
     def __init__(self, arena: Arena, chunks: Sequence[Chunk], short: int = 0) -> None:
-        self.arena, sizes = arena, np.array([c.size for c in chunks])
-        first, few = sizes.cumsum() - sizes, sizes <= short
-        self._long = [(c, slice(at, at + c.size)) for c, at in zip(chunks, first, strict=True) if c.size > short]
-        self._few = torch.from_numpy(np.flatnonzero(few.repeat(sizes)))
+        row, start, size = np.array([(c.row, c.start, c.size) for c in chunks]).T
+        self.arena, few, seen, ends = arena, size <= short, start + size, size.cumsum()
+        most = ((row + 1)[few].max(initial=0), size[few].max(initial=0), seen[few].max(initial=0))
+        few &= int(np.prod(most)) <= 4 * int((size * seen)[few].sum())
+        self._long = [(chunks[int(i)], slice(ends[i] - size[i], ends[i])) for i in np.flatnonzero(~few)]
+        self._few = torch.from_numpy(np.flatnonzero(few.repeat(size)))
         if few.any():
-            row, start = np.array([(c.row, c.start) for c in chunks])[few].repeat(sizes[few], 0).T
-            ahead = np.concatenate([*map(np.arange, sizes[few])])
-            self._padded = VerifyPlan(arena, start + ahead, row, ahead)
+            ahead = np.concatenate([*map(np.arange, size[few])])
+            self._padded = VerifyPlan(arena, start[few].repeat(size[few]) + ahead, row[few].repeat(size[few]), ahead)
 
     def attend(
         self, layer: int, q_THD: Tensor, k_TJD: Tensor, v_TJD: Tensor, scale: float, window: int, exact: bool = False
@@ -273,8 +277,7 @@ class RowStore:
     def remove(self, row: int) -> None:
         """The last row moves into the place of this one."""
         last = len(self._running) - 1
-        if row != last:
-            self._arena.fill(row, row + 1, self._arena.rows(last, last + 1, int(self._running.lengths[last]) - 1))
+        self._arena.fill(row, row + 1, self._arena.rows(last, last + 1, int(self._running.lengths[last]) - 1))
 
 
 def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
