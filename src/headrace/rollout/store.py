@@ -276,8 +276,8 @@ class RowStore:
 
     def remove(self, row: int) -> None:
         """The last row moves into the place of this one."""
-        last = len(self._running) - 1
-        self._arena.fill(row, row + 1, self._arena.rows(last, last + 1, int(self._running.lengths[last]) - 1))
+        if (last := len(self._running) - 1) != row:
+            self._arena.fill(row, row + 1, self._arena.rows(last, last + 1, int(self._running.lengths[last]) - 1))
 
 
 def batches(rows: Rows, budget: int) -> Iterator[list[Chunk]]:
