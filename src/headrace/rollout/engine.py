@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cache, cached_property, partial
-from itertools import compress, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -360,18 +360,17 @@ class Engine:
         sequence = self._remove(row)
         if cache is not None:
             tokens, mine = sequence.tokens[:-1], self._kept.pop(session, [])
-            longer = [_common(k.tokens[:-1], tokens) == len(k.tokens) - 1 for k in mine]
-            for kept in compress(mine, longer):
+            replaced = [k for k in mine if _common(k.tokens[:-1], tokens) == len(k.tokens) - 1]
+            for kept in replaced:
                 self._store.drop_kept(kept.cache)
-            others = [kept for kept, more in zip(mine, longer, strict=True) if not more]
+            others = (kept for kept in mine if kept not in replaced)
             self._kept[session] = [*others, replace(sequence, supports=[], cache=cache)]
         self._finished.append(sequence.generation(finish, self.clock()))
 
     def _drop_oldest(self) -> None:
-        session, (oldest, *others) = next(iter(self._kept.items()))
-        self._store.drop_kept(oldest.cache)
-        self._kept[session] = others  # in its place
-        if not others:
+        session, caches = next(iter(self._kept.items()))
+        self._store.drop_kept(caches.pop(0).cache)
+        if not caches:
             del self._kept[session]
 
     def _drop_kept(self, sessions: Iterable[str]) -> None:
