@@ -21,6 +21,7 @@ import torch
 from exact import SHAPES
 from gpu_model import random_model, word_tokenizer
 from gpu_record import facts, synchronise, table
+from script import positive
 
 from headrace.policy.policy import Policy
 from headrace.rollout.engine import Engine
@@ -75,10 +76,10 @@ def main(given: list[str] | None = None) -> dict[str, Any]:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=list(ON))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--episodes", type=int, default=128, help="at the same time")
-    parser.add_argument("--turns", type=int, default=8, help="of an episode")
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--episodes", type=positive, default=128, help="at the same time")
+    parser.add_argument("--turns", type=positive, default=8, help="of an episode")
     parser.add_argument("--only", choices=list(SHAPES))
     parser.add_argument("--tiny", action="store_true", help="one small model, few turns: seconds on a CPU")
     arguments = parser.parse_args(given)
