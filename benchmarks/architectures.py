@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import pickle
 import re
 import subprocess
@@ -36,6 +37,7 @@ from headrace.errors import ModelError
 from headrace.learner.batch import split
 from headrace.learner.learner import Learner, Sharding
 from headrace.policy.demo import character_tokenizer
+from headrace.policy.exact import WORKSPACE
 from headrace.policy.family import in_family
 from headrace.policy.policy import Policy, load_policy
 from headrace.policy.tensor_files import save_model
@@ -77,7 +79,8 @@ def make_model(directory: Path, name: str) -> None:
     tokenizer = character_tokenizer()
     kind = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": 0}
-    config = kind(vocab_size=len(tokenizer), **ends, **SHAPE | ARCHITECTURES[name])
+    vocab = len(tokenizer) + -len(tokenizer) % 8  # exact mode on a GPU wants sizes that 8 divides
+    config = kind(vocab_size=vocab, **ends, **SHAPE | ARCHITECTURES[name])
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():  # larger than usual, so that the model has opinions and errors show
@@ -214,6 +217,8 @@ def main(given: list[str] | None = None) -> list[tuple[str, ...]]:
     if arguments.be_rank:
         be_rank(int(arguments.be_rank[0]), int(arguments.be_rank[1]), arguments.be_rank[2])
         return []
+    if arguments.device == "cuda":
+        os.environ.setdefault(WORKSPACE, "1")  # before the first product: exact mode needs it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows = []

@@ -153,11 +153,11 @@ async def directly(sessions: Sequence[Session], lengths: tuple[int, int]) -> tup
     return sum(await asyncio.gather(*map(play, sessions))), time.perf_counter() - began_s
 
 
-async def real_engine(size: str, device: str, count: int, job: tuple[int, int], repeats: int) -> list[float]:
-    """Tokens per second through the endpoint, over those of direct requests. `job`: the lengths of answers."""
+async def real_engine(size: str, device: str, count: int, rows: int, job: tuple[int, int], repeats: int) -> list[float]:
+    """Tokens per second through the endpoint over those of direct requests, of `count` sessions."""
     policy, thread = policy_of(size, device), DeviceThread()
-    room = {"prefill_tokens": 2048, "kv_tokens": count * max(1024, 4 * job[1])}
-    engine = Engine(policy, max_running=count, on_update="keep", **room)
+    room = {"prefill_tokens": 2048, "kv_tokens": min(count * max(512, 4 * job[1]), rows * 2048)}
+    engine = Engine(policy, max_running=rows, on_update="keep", **room)
     spans: dict[str, Any] = {"span": lambda stage: nullcontext(), "clock": time.monotonic}
     finished: dict[str, asyncio.Future[Trajectory]] = {}
     actor = RolloutActor(
@@ -205,6 +205,9 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument(
+        "--asking", type=int, help="sessions that ask the real engine, too, where more than it answers at once"
+    )
     parser.add_argument("--tiny", action="store_true", help="seconds on a CPU")
     arguments = parser.parse_args(given)
     torch.set_num_threads(arguments.threads)
@@ -213,17 +216,21 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     print(f"{noted['device']}, commit {noted['commit'][:12]}, {noted['command']}, {noted['versions']}\n")
     many = asyncio.run(many_sessions(50 if arguments.tiny else arguments.sessions))
     size = "tiny" if arguments.tiny else arguments.device
-    count = 4 if arguments.tiny else 64 if arguments.device == "cpu" else 256
+    at_once = 4 if arguments.tiny else 64 if arguments.device == "cpu" else 256
+    repeats = 1 if arguments.tiny else arguments.repeats
     rows, found = [], {}
-    for least, most in LENGTHS[size]:
-        name = f"{least} to {most}" if least < most else f"{most} each"
-        print(f"{count} sessions, answers of {name} tokens", flush=True)
-        repeats = 1 if arguments.tiny else arguments.repeats
-        ratios = found[name] = asyncio.run(real_engine(size, arguments.device, count, (least, most), repeats))
-        rows.append([name, f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"])
+    for count in sorted({at_once, max(at_once, arguments.asking or at_once)}):
+        for least, most in LENGTHS[size][: None if count == at_once else 2]:
+            name = f"{least} to {most}" if least < most else f"{most} each"
+            print(f"{count} sessions, {at_once} answered at once, answers of {name} tokens", flush=True)
+            job = (least, most)
+            ratios = asyncio.run(real_engine(size, arguments.device, count, at_once, job, repeats))
+            found[f"{count}: {name}"] = ratios
+            shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            rows.append([str(count), str(at_once), name, shown])
     numbers = [f"{many['sessions']:,}", f"{many['whole']:,}", str(many["lost"]), f"{many['seconds']:.1f}"]
     print("\n" + table(["sessions", "whole", "lost tokens", "seconds"], [numbers]) + "\n")
-    print(table(["tokens of an answer", "endpoint / direct tokens per second"], rows))
+    print(table(["sessions", "answered at once", "tokens of an answer", "endpoint / direct tokens per second"], rows))
     return {**many, "ratios": found}
 
 

@@ -11,7 +11,7 @@ import torch
 from hand_made import group_of, trajectory
 
 from headrace.config import LearnerSection
-from headrace.learner.learner import Learner
+from headrace.learner.learner import Learner, Optimizer
 from headrace.learner.ranks import Intake
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy
@@ -182,3 +182,22 @@ def test_a_critic_learns_beside_the_policy(make_policy: Callable[..., Policy], d
         losses.append(stats.value_loss)
     assert losses[-1] < losses[0] / 2
     assert all(tensor.is_cuda for name, tensor in learner.tensors().items() if name.startswith("value.master"))
+
+
+def test_weights_of_two_types_are_updated_as_on_a_cpu() -> None:
+    """A few architectures have weights in float32 beside those in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(8, 16, generator=generator).bfloat16(), torch.randn(16, generator=generator)]
+    gradients = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in given]
+
+    def updated(device: str) -> list[torch.Tensor]:
+        weights = [torch.nn.Parameter(t.clone().to(device)) for t in given]
+        optimizer = Optimizer([("a", weights[0]), ("b", weights[1])], LearnerSection(lr=1e-2))
+        for _ in range(3):
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient.to(device)
+            optimizer.step(lr=1e-2, scale=0.5, clip=1.0)
+        return [master.detach().cpu() for master in optimizer.masters]
+
+    for ours, theirs in zip(updated("cuda"), updated("cpu"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

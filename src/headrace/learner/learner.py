@@ -390,7 +390,7 @@ class Optimizer:
         kind = adamw.FusedAdamW if self._on_gpu else torch.optim.AdamW
         betas, decay = section.betas, section.weight_decay
         self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
-        steps = torch.zeros((), device=self.parameters[0].device if self._on_gpu else "cpu")
+        steps = torch.zeros((), device=self.parameters[0].device)
         for master in self.masters:  # `FusedAdamW` counts its steps once, torch's AdamW for each weight
             moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
             self.adamw.state[master] = moments | {"step": steps if self._on_gpu else steps.clone()}
