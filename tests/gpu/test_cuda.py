@@ -195,7 +195,7 @@ def test_weights_of_two_types_are_updated_as_on_a_cpu() -> None:
         optimizer = Optimizer([("a", weights[0]), ("b", weights[1])], LearnerSection(lr=1e-2))
         for _ in range(3):
             for weight, gradient in zip(weights, gradients, strict=True):
-                weight.grad = gradient.to(device)
+                weight.grad = gradient.to(device, copy=True)  # it is scaled in place
             optimizer.step(lr=1e-2, scale=0.5, clip=1.0)
         return [master.detach().cpu() for master in optimizer.masters]
 

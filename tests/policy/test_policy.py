@@ -56,17 +56,22 @@ def test_refuses_a_tokenizer_larger_than_the_vocabulary(policy: Policy):
         Policy(policy.model, policy.tokenizer)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "caps",
+    ("architecture", "how", "told"),
     [
-        {"attn_logit_softcapping": 5.0, "final_logit_softcapping": None},
-        {"attn_logit_softcapping": None, "final_logit_softcapping": 5.0},
+        ("Gemma2", {"query_pre_attn_scalar": 8, "final_logit_softcapping": None}, "caps its attention scores"),
+        ("Gemma2", {"query_pre_attn_scalar": 8, "attn_logit_softcapping": None}, "caps its logits"),
+        ("GptOss", {"num_local_experts": 4}, "has attention sinks"),
     ],
-    ids=["attention", "head"],
+    ids=["capped scores", "capped logits", "sinks"],
 )
-def test_refuses_soft_capping(make_policy: Callable[..., Policy], caps: dict[str, float | None]):
-    with pytest.raises(ModelError, match="Gemma2ForCausalLM computes something"):
-        make_policy("Gemma2", query_pre_attn_scalar=8, **caps)
+def test_refuses_what_it_does_not_compute(
+    make_policy: Callable[..., Policy], architecture: str, how: dict[str, Any], told: str, dtype: torch.dtype
+):
+    """Also in bfloat16, where the log-probs of a small model hardly differ."""
+    with pytest.raises(ModelError, match=told):
+        make_policy(architecture, dtype=dtype, **how)
 
 
 def test_takes_the_same_model_without_soft_capping(make_policy: Callable[..., Policy]):

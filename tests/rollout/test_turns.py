@@ -59,7 +59,7 @@ def test_what_goes_on_is_kept_longer_than_other_branches_of_its_episode(policy: 
 
 
 def test_short_chunks_attend_together_unless_most_of_that_is_padding(policy: Policy):
-    heads, of_keys, size = policy.model.config.num_attention_heads, policy.num_kv_heads, policy.head_size
+    heads, of_keys, width = policy.model.config.num_attention_heads, policy.num_kv_heads, policy.head_size
 
     def num_alone(*of: tuple[int, int, int]) -> int:
         """Of these chunks (row, start, size), those that attend by themselves. All attend to what they should."""
@@ -67,7 +67,7 @@ def test_short_chunks_attend_together_unless_most_of_that_is_padding(policy: Pol
         arena = Arena(policy, 10**6, 8)
         arena.reserve(16, 500)
         arena.keys.normal_(), arena.values.normal_()
-        inputs = [torch.randn(sum(c.size for c in chunks), n, size) for n in (heads, of_keys, of_keys)]
+        inputs = [torch.randn(sum(c.size for c in chunks), n, width) for n in (heads, of_keys, of_keys)]
         plan, alone = PrefillPlan(arena, chunks, 48), PrefillPlan(arena, chunks)
         for window in (0, 7):
             torch.testing.assert_close(plan.attend(0, *inputs, 0.3, window), alone.attend(0, *inputs, 0.3, window))

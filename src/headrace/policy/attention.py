@@ -16,17 +16,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from headrace.errors import ModelError
 from headrace.kernels import attention
 from headrace.policy.exact import RectangleAttention
 from headrace.policy.family import attend_rectangle
 from headrace.roles import AttentionPlan
 
 NAME = "headrace"
+# what models ask of an attention function, as `transformers` names it, and ours does not compute
+NOT_COMPUTED = {"softcap": "caps its attention scores (softcap)", "s_aux": "has attention sinks"}
 
 
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *mask: Any, scaling: float, plan: AttentionPlan, **how: Any
 ) -> tuple[Tensor, None]:
+    for key_word, does in NOT_COMPUTED.items():
+        if how.get(key_word) is not None:  # a comparison in bfloat16 may be too coarse to notice
+            raise ModelError(f"{type(module).__name__} {does}, which Headrace's attention does not compute")
     q_THD, k_TJD, v_TJD = (x[0].transpose(0, 1) for x in (query, key, value))
     window = how.get("sliding_window") or 0
     return plan.attend(module.layer_idx, q_THD, k_TJD, v_TJD, scaling, window)[None], None

@@ -65,6 +65,8 @@ def check_weights(policy: Policy) -> None:
         raise ModelError(f"the tokenizer has {len(policy.tokenizer)} tokens, the model only {told}")
     if getattr(policy.head, "bias", None) is not None:
         raise ModelError(f"{policy.name} has a bias on its output head, which is not supported")
+    if getattr(policy.config, "final_logit_softcapping", None):
+        raise ModelError(f"{policy.name} caps its logits (final_logit_softcapping), which Headrace does not compute")
     changing = [kind for rope in _ropes(policy) if (kind := rope.get("rope_type")) in ("dynamic", "longrope")]
     if changing or getattr(policy.config, "attention_chunk_size", None):
         what = f"'{changing[0]}' position embeddings" if changing else "chunked attention"
