@@ -71,6 +71,9 @@ class Chat:
         if not getattr(tokenizer, "chat_template", None):
             raise ChatError(f"{self.model} has no chat template, so it cannot take messages")
         self._tokenizer = tokenizer
+        fast = getattr(tokenizer, "backend_tokenizer", None)  # `transformers` wraps it in much more work
+        exactly = partial(tokenizer.decode, clean_up_tokenization_spaces=False) if fast is None else fast.decode
+        self._to_text = partial(exactly, skip_special_tokens=False)
         self._stops = {int(id): self._decode([id]) for id in stops or [tokenizer.eos_token_id] if id is not None}
         self.vocab_size, self.stop_ids = len(tokenizer), frozenset(self._stops)
         texts = sorted(self._stops.values(), key=len, reverse=True)
@@ -282,8 +285,7 @@ class Chat:
         return ids[len(self._newline) :] if ids[: len(self._newline)] == self._newline else self.encode(text)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        ids = [int(id) for id in ids]
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self._to_text([int(id) for id in ids]))
 
 
 def content_text(message: Message) -> str:

@@ -44,7 +44,7 @@ def turned(t: Trajectory, answer: Trajectory, after: int, turn: Turn) -> Traject
     at, first = indices(t, after), len(t.token_ids)
     tokens, moved = answer.token_ids[len(at) :], first - len(at)
     spans = tuple(Span(version=s.version, start=s.start + moved, end=s.end + moved) for s in answer.spans)
-    earlier = (*(replace(old, snapshot="") for old in t.turns[:-1]), *t.turns[-1:])
+    earlier = (*(replace(old, snapshot="") if old.snapshot else old for old in t.turns[:-1]), *t.turns[-1:])
     started_s = t.timing.started_s if t.turns else answer.timing.started_s
     return replace(
         t,

@@ -137,8 +137,11 @@ class RolloutActor:
         if order.turn and generation.finish is not FinishReason.ABORT:
             self._away.add(generation.id.rpartition("#")[0])
             self._turn_s += 0.1 * (generation.finished_s - generation.started_s - self._turn_s)
-        text = self.engine.policy.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-        self.on_finished(replace(self._trajectory(before, generation), text=str(text)))
+        sampled = self._trajectory(before, generation)
+        if not order.turn:  # the text of a turn is made with its chat
+            text = self.engine.policy.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+            sampled = replace(sampled, text=str(text))
+        self.on_finished(sampled)
 
     def _trajectory(self, before: Trajectory, generation: Generation) -> Trajectory:
         tokens, finished_s = generation.token_ids, generation.finished_s

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from headrace.episode.answer import ParsedAnswer, Tools
-from headrace.episode.chat import Message, json_rule, normal
+from headrace.episode.chat import HEADER_TOKENS, Message, json_rule, normal
 from headrace.episode.session import Addition, Session
 from headrace.episode.tree import context, place_before
 from headrace.errors import ChatError, MissingExtraError
@@ -161,7 +161,11 @@ class Conversation:
                 self._num_going -= 1
 
         async def answers() -> list[Answered]:
-            found = await asyncio.gather(*map(sampled, range(ask.n - len(known))), return_exceptions=True)
+            count = ask.n - len(known)
+            if count == 1:  # as nearly always: no tasks
+                found: list[Turn | BaseException] = [await sampled(0)]
+            else:
+                found = await asyncio.gather(*map(sampled, range(count)), return_exceptions=True)
             if failed := [error for error in found if isinstance(error, BaseException)]:
                 raise failed[0]
             turns = [*known, *(turn for turn in found if isinstance(turn, Turn))]
@@ -266,7 +270,7 @@ class Conversation:
         text = _cut(turn.text, stop if turn.finish is FinishReason.STOP else ())
         answer = ParsedAnswer(text)
         if ask.messages:
-            read = session.desk.chat.parse(sampled, prompt.tolist(), ask.tools)
+            read = session.desk.chat.parse(sampled, prompt[-HEADER_TOKENS:].tolist(), ask.tools)
             if not read.tool_calls or (ask.may_call and ask.tools):
                 answer = read
             if turn.finish is FinishReason.STOP:

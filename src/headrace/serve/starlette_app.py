@@ -1,16 +1,15 @@
 """The endpoint's routes: who asks, what is refused, and how answers travel."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from pydantic_core import from_json, to_json
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from headrace.episode.session import AbortedError
 from headrace.serve import reply
@@ -25,6 +24,7 @@ KEEP_ALIVE = ": keepalive\n"  # no event of its own: some clients would read an 
 
 Whole = Callable[[Ask, list[Answered], str], dict[str, Any]]
 Events = Callable[[Ask, list[Answered], str], Iterator[str]]
+Handler = Callable[[FrontDesk, Request], Awaitable[Response]]
 
 # of each route: what its requests are, and how answers are written, whole or in a stream
 FORMS: dict[str, tuple[type[Ask], Whole, Events | None]] = {
@@ -33,29 +33,40 @@ FORMS: dict[str, tuple[type[Ask], Whole, Events | None]] = {
     "/v1/completions": (CompletionsAsk, reply.completion, reply.completion_events),
     "/inference/v1/generate": (GenerateAsk, reply.generation, None),
 }
+REWARD = "/episodes/{id}/reward"
+PATH = re.compile(r"(?:/sessions/(?P<key>[^/]+))?(?P<rest>/episodes/(?P<id>[^/]+)/reward|/.*)")
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-def application(desk: FrontDesk) -> Starlette:
+def application(desk: FrontDesk) -> Callable[[Any, Any, Any], Awaitable[None]]:
     """The endpoint over what `desk` has open. Each route can also stand behind /sessions/KEY."""
-    routes = [(path, "POST", partial(_answer, desk, *form)) for path, form in FORMS.items()]
-    routes += [("/v1/models", "GET", partial(_models, desk)), ("/episodes", "POST", partial(_pull, desk))]
-    routes += [("/episodes/{id}/reward", "POST", partial(_reward, desk))]
-    refused = (RefusedError, AbortedError, ClientDisconnect, RecursionError, UnicodeError, 404, 405, Exception)
-    return Starlette(
-        routes=[
-            Route(prefix + path, handler, methods=[method])
-            for path, method, handler in routes
-            for prefix in ("", "/sessions/{key}")
-        ],
-        exception_handlers=dict.fromkeys(refused, _refusal),
-    )
+    routes: dict[tuple[str, str], Handler] = {("POST", path): partial(_answer, *form) for path, form in FORMS.items()}
+    routes |= {("GET", "/v1/models"): _models, ("POST", "/episodes"): _pull, ("POST", REWARD): _reward}
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        request = Request(scope, receive)
+        try:
+            response = await _handler(routes, request)(desk, request)
+        except Exception as error:
+            response = _refusal(error)
+        with suppress(ClientDisconnect):
+            await response(scope, receive, send)
+
+    return answer
 
 
-async def _refusal(request: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException):
-        text = f"there is no {request.method} {request.url.path[:80]} here"
-        error = RefusedError(text, status=error.status_code, code="unknown_url")
+def _handler(routes: Mapping[tuple[str, str], Handler], request: Request) -> Handler:
+    found = PATH.fullmatch(request.scope["path"])
+    request.scope["path_params"] = found.groupdict() if found else {}
+    path = REWARD if found and found["id"] else found["rest"] if found else ""
+    if (request.method, path) in routes:
+        return routes[request.method, path]
+    known = any(path == other for _, other in routes)
+    text = f"there is no {request.method} {request.scope['path'][:80]} here"
+    raise RefusedError(text, status=405 if known else 404, code="unknown_url")
+
+
+def _refusal(error: Exception) -> Response:
     refused = _as_refused(error)
     headers = {"x-should-retry": "true", "Retry-After": str(refused.after_s)}
     headers = headers if refused.after_s else {"x-should-retry": "false"}
@@ -103,7 +114,7 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-async def _answer(desk: FrontDesk, kind: type[Ask], whole: Whole, events: Events | None, request: Request) -> Response:
+async def _answer(kind: type[Ask], whole: Whole, events: Events | None, desk: FrontDesk, request: Request) -> Response:
     desk.check(_key(request))  # before anything is read
     ask = kind.read(await _body(request))
     is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
