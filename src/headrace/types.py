@@ -221,10 +221,13 @@ class Trajectory:
         """The version of the oldest span: what lag is measured from."""
         return min(span.version for span in self.spans)
 
-    def rewarded(self, name: str, more: float) -> Trajectory:
-        """With a further part of its reward."""
+    def rewarded(self, name: str, given: Sequence[float]) -> Trajectory:
+        """With a further part of its reward: one number, or one for each turn."""
+        turns, more = self.turns, sum(given)
+        if len(given) == len(turns):
+            turns = tuple(replace(t, reward=(t.reward or 0.0) + own) for t, own in zip(turns, given, strict=True))
         parts = {**self.reward_parts, name: self.reward_parts.get(name, 0.0) + more}
-        return replace(self, reward=(self.reward or 0.0) + more, reward_parts=parts)
+        return replace(self, reward=(self.reward or 0.0) + more, reward_parts=parts, turns=turns)
 
     def ranges(self, place: int) -> list[tuple[int, int]]:
         """Where the tokens from the root to `place` are, as starts and ends (exclusive)."""

@@ -16,7 +16,7 @@ from headrace.buffer.buffer import Sieve
 from headrace.config import BufferSection, RewardSection
 from headrace.errors import ConfigError
 from headrace.reward.scorer import Scorer
-from headrace.types import DropReason, FinishReason, Group
+from headrace.types import DropReason, FinishReason, Group, Turn
 
 WriteFilters = Callable[[str], Path]
 
@@ -151,6 +151,12 @@ def none(group):
 
 def named(group):
     return {0: 1.0, 1: 0.0}
+
+def of_turns(group):
+    return [[0.5] * 2, (0.25, -1.0), 3.0]
+
+def turnless(group):
+    return [[0.5, 0.5], 1.0]
 """
 
 
@@ -177,12 +183,25 @@ async def test_a_function_over_a_group_adds_to_the_rewards_of_its_answers(filter
         ("few", "'few' returned 1 rewards for 2 answers"),
         ("none", "not a finite number"),
         ("named", "'named' returned a dict; rewards of a group are a list"),
+        ("turnless", "'turnless' returned 2 rewards for an answer of 0 turns"),
     ],
 )
 async def test_rewards_of_a_group_that_do_not_fit_it_are_an_error(filter_file: WriteFilters, name: str, told: str):
     async with filters(f"{filter_file(RANKING)}:{name}", workers=0) as sieve:
         assert (await sieve.filtered(group(1)))[1] == "filter_error"
         assert told in sieve.first_error
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+async def test_a_function_over_a_group_adds_to_the_rewards_of_turns(filter_file: WriteFilters, workers: int):
+    turns = tuple(Turn(start=2 + k, end=3 + k, finish=FinishReason.EOS, reward=own) for k, own in enumerate([None, 2]))
+    answers = [replace(trajectory(index=i, answer=(7, 8), reward=1.0), turns=turns) for i in (2, 0, 1)]
+    async with filters(f"{filter_file(RANKING)}:of_turns", workers=workers) as sieve:
+        ranked, _ = await sieve.filtered(group_of(*answers))
+    found = {
+        t.index: (t.reward, t.reward_parts["of_turns"], *(turn.reward for turn in t.turns)) for t in ranked.trajectories
+    }
+    assert found == {2: (2.0, 1.0, 0.5, 2.5), 0: (0.25, -0.75, 0.25, 1.0), 1: (4.0, 3.0, None, 2)}
 
 
 async def test_a_filter_sees_groups_one_after_the_other(filter_file: WriteFilters):

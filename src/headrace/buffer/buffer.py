@@ -135,9 +135,11 @@ class Sieve:
                 return group, DropReason.FILTER_ERROR
             if verdict.parts.get(name) == 0:
                 return group, f"filter:{name}"
-            if name not in verdict.parts:  # but a reward for each answer
-                rewards = verdict.parts
-                ranked = tuple(t.rewarded(name, rewards[str(t.index)]) for t in seen.trajectories)
+            if name not in verdict.parts:  # but rewards for each answer
+                given: dict[int, list[float]] = {t.index: [] for t in seen.trajectories}
+                for key, reward in verdict.parts.items():
+                    given[int(key.split()[0])].append(reward)
+                ranked = tuple(t.rewarded(name, given[t.index]) for t in seen.trajectories)
                 seen = replace(seen, trajectories=ranked)
         return replace(group, trajectories=(*seen.trajectories, *(t for t, _ in cut))), None
 

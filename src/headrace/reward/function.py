@@ -161,7 +161,7 @@ def digest(setup: Setup, function: Callable[[Any], Any] | None) -> str:
 def filter_function(spec: str) -> RewardFunction:
     """A function of `buffer.filters`.
 
-    Its verdict on a group is 1 to keep it, 0 to drop it, or by index a further reward of each answer.
+    Its verdict on a group is 1 to keep it, 0 to drop it, or further rewards by an answer's index and turn.
     """
     keep, name = load_function(spec, "buffer.filters", ConfigError), spec.rpartition(":")[2]
     if inspect.iscoroutinefunction(keep):
@@ -177,7 +177,13 @@ def filter_function(spec: str) -> RewardFunction:
             return bool(verdict)
         if len(verdict) != (wanted := len(group.trajectories)):
             raise RewardError(f"'{name}' returned {len(verdict)} rewards for {wanted} answers")
-        return {str(t.index): reward for t, reward in zip(group.trajectories, verdict, strict=True)}
+        found: dict[str, Any] = {}
+        for t, reward in zip(group.trajectories, verdict, strict=True):
+            of_turns = reward if isinstance(reward, list | tuple) else [reward]
+            if of_turns is reward and len(reward) != len(t.turns):
+                raise RewardError(f"'{name}' returned {len(reward)} rewards for an answer of {len(t.turns)} turns")
+            found |= {f"{t.index} {k}": own for k, own in enumerate(of_turns)}
+        return found
 
     return RewardFunction(name=name, call=ask)
 
