@@ -173,6 +173,13 @@ class MortalConnection:
     def in_transaction(self) -> bool:
         return self._connection.in_transaction
 
+    def __enter__(self) -> None:
+        """A transaction, which ends like a statement."""
+
+    def __exit__(self, *failure: Any) -> None:
+        self.check()
+        self._connection.__exit__(*failure)
+
     def close(self) -> None:
         self._connection.close()
 

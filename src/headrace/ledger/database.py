@@ -97,20 +97,6 @@ def rescue_database(connection: sqlite3.Connection, path: Path) -> RunError:
 
 
 @contextlib.contextmanager
-def transaction(connection: sqlite3.Connection, path: Path) -> Iterator[None]:
-    """All or nothing. A full disk raises RunError, a broken rule of the books IntegrityError."""
-    with explained(path):
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            connection.execute("COMMIT")
-        except BaseException:
-            if connection.in_transaction:  # on a full disk SQLite has rolled back by itself
-                connection.execute("ROLLBACK")
-            raise
-
-
-@contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Errors of the database at `path` in the user's words, except those that are our mistake."""
     try:

@@ -304,11 +304,15 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction for all that is booked inside, where nothing may be awaited."""
+        """One transaction for all that is booked inside, where nothing may be awaited.
+
+        All or nothing. A full disk raises RunError, a broken rule of the books IntegrityError.
+        """
         if self.connection.in_transaction:  # a part of it
             yield self.connection
             return
-        with database.transaction(self.connection, self._path):
+        with database.explained(self._path), self.connection:  # at its end, COMMIT or ROLLBACK
+            self.connection.execute("BEGIN IMMEDIATE")
             if self._digests is not None:
                 self._digests.noted.clear()  # of a transaction that failed
             query = "INSERT OR IGNORE INTO verdicts (key, reward, parts) VALUES (?, ?, ?)"
