@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,8 @@ from headrace.episode.environment import ADVICE, Environment, Environments, Said
 from headrace.episode.session import Desk, EpisodeFailedError, Session
 from headrace.episode.tree import indices
 from headrace.errors import ChatError, ConfigError
+from headrace.roles import R
 from headrace.types import Example, Outcome, Prompt, Trajectory, Turn
-
-R = TypeVar("R")
 
 
 @dataclass(eq=False)
