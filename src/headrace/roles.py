@@ -133,13 +133,8 @@ class Trainer(Protocol):
 class Judge(Protocol[Judged_contra]):
     """Judges answers, or plays environments: in this process, beside it, or on a cluster."""
 
-    @property
-    def num_retried(self) -> int:
-        """Further tries after a crash or a timeout."""
-
-    @property
-    def num_workers_replaced(self) -> int:
-        """Processes that ended or had to be ended."""
+    num_retried: int  # further tries after a crash or a timeout
+    num_workers_replaced: int  # processes that ended or had to be ended
 
     async def start(self) -> None:
         """Raises if the user's function or class cannot be loaded."""

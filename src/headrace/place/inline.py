@@ -9,14 +9,12 @@ import inspect
 import os
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from headrace.errors import WorkerLostError
 from headrace.loop.watchdog import background
 from headrace.place.device import DeviceThread
-from headrace.roles import Port, R, Reply, Worker
-
-Served = TypeVar("Served")
+from headrace.roles import Port, Port_co, R, Reply, Worker
 
 
 class InlineReply(Generic[R]):
@@ -42,10 +40,10 @@ class InlineReply(Generic[R]):
             raise WorkerLostError(f"{self._worker} did not answer within {timeout_s:g} s") from None
 
 
-class InlineWorker(Generic[Served]):
+class InlineWorker(Generic[Port_co]):
     """Serves one object."""
 
-    def __init__(self, name: str, cluster: "InlineCluster", served: Served) -> None:
+    def __init__(self, name: str, cluster: "InlineCluster", served: Port_co) -> None:
         self.name, self.node, self.pid = name, "", os.getpid()
         self._cluster, self.served = cluster, served
 

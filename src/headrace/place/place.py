@@ -90,8 +90,7 @@ class Place:
         self._make_sampler, self._on_note, self._names = make_sampler, on_note, itertools.count()
         self._colocated = ends is None or config.place.layout == "colocated"
         self._gpus = _gpus_of_a_worker(config, cluster)
-        self._sending = ends[0] if ends else None
-        self._receiving = ends[1] if ends else None
+        self._sending, self._receiving = ends or (None, None)
         ranks = [self._spawn_rank(rank) for rank in range(config.learner.ranks)]
         self.ranks = Ranks(cluster, ranks, config.learner)
         self.facts = self.device.call(self.ranks.meet)
@@ -115,7 +114,8 @@ class Place:
         )
         self.ledger = Ledger.reopen(run_dir) if resumed else None
         self.clock = self.ledger.clock if self.ledger else StageClock()
-        self._buffer: Buffer  # made by `loop`, as is the ledger of a new run
+        self._books: Ledger  # made by `loop`, if the run is new
+        self._buffer: Buffer  # made by `loop`
         self.pool = RolloutPool(
             clock=self.clock,
             on_sampled=lambda num_tokens: self._books.sampled(num_tokens),
@@ -204,6 +204,7 @@ class Place:
             self.ledger = Ledger.create(self.run_dir, clock=self.clock)
             self.ledger.remember("num_prompts", str(self.prompts.num_train))
             undo_start(self.run_dir)  # this one stays: a run that it replaces goes
+        self._books = self.ledger
         self.scorer.remember(self.ledger.verdicts())
         await self.start_engines()
         if not self._colocated:
@@ -342,11 +343,6 @@ class Place:
             receiving=self._receiving,
             clock=self.clock if self._receiving is None else None,
         )
-
-    @property
-    def _books(self) -> Ledger:
-        assert self.ledger is not None
-        return self.ledger
 
     def _on_turn(self, serial: int, episode: Trajectory) -> None:
         """Turns of one moment are stored together, but soon: a reply may take minutes."""

@@ -43,17 +43,8 @@ class RewardHosts:
         self._shares = [len(range(i, section.workers, num_hosts)) for i in range(num_hosts)]
         self._hosts: list[asyncio.Task[Worker[RewardHost]]] = []  # done when it is ready
         self._load: Counter[int] = Counter()
-        self._counts: dict[Worker[RewardHost], tuple[int, int]] = {}
-        self._replaced = self._in_a_row = 0
-
-    @property
-    def num_retried(self) -> int:
-        return sum(retried for retried, _ in self._counts.values())
-
-    @property
-    def num_workers_replaced(self) -> int:
-        """Counts hosts too."""
-        return self._replaced + sum(replaced for _, replaced in self._counts.values())
+        self._counts: dict[Worker[RewardHost], tuple[int, int]] = {}  # as each told last
+        self.num_retried = self.num_workers_replaced = self._in_a_row = 0  # hosts count as workers, too
 
     async def start(self) -> None:
         self._hosts = [asyncio.create_task(self._begin(share)) for share in self._shares]
@@ -71,14 +62,17 @@ class RewardHosts:
             self._load[place] += 1
             try:
                 host = await asyncio.shield(begun)
-                score, *counts = await host.ask(RewardHost.judge, blob)
+                score, retried, replaced = await host.ask(RewardHost.judge, blob)
             except WorkerLostError as lost:
                 if self._hosts[place] is begun:
                     self._replace(place, lost)
                 continue
             finally:
                 self._load[place] -= 1
-            self._counts[host] = counts[0], counts[1]
+            before = self._counts.get(host, (0, 0))
+            self._counts[host] = retried, replaced
+            self.num_retried += retried - before[0]
+            self.num_workers_replaced += replaced - before[1]
             self._in_a_row = 0
             return score
 
@@ -89,7 +83,8 @@ class RewardHosts:
 
     def _replace(self, place: int, lost: WorkerLostError) -> None:
         """Start another host in the place of a lost one."""
-        self._replaced, self._in_a_row = self._replaced + 1, self._in_a_row + 1
+        self.num_workers_replaced += 1
+        self._in_a_row += 1
         if self._in_a_row > MOST_REPLACED:
             raise RewardError(f"the hosts of reward functions are lost again and again: {lost}")
         self._on_note(f"{lost}. What it was judging is judged again")
