@@ -1,4 +1,4 @@
-"""Trajectories, groups and rows made by hand, for tests that need no engine."""
+"""Trajectories, groups and rows made by hand, for tests that need no engine; and what is in the books."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.measured import Row, StageTimes
 from headrace.types import FinishReason, Group, Prompt, Replay, Span, Timing, Trajectory
 
@@ -99,3 +100,15 @@ def row(step: int, **given: Any) -> Row:
         "publish_bytes": 64,
     }
     return Row(**(values | given))
+
+
+def accounts(ledger: Ledger) -> dict[str, Amount]:
+    """What is in each account: `generated` is negative, all add up to zero."""
+    held = ledger.read("SELECT name, tokens, trajectories FROM accounts")
+    return {name: Amount(tokens, trajectories) for name, tokens, trajectories in held}
+
+
+def balances(books: Books) -> bool:
+    """Whether everything generated is accounted for, in tokens and in trajectories."""
+    parts = [books.trained, books.buffered, books.in_flight, *books.dropped.values()]
+    return books.generated == tuple(map(sum, zip(*parts, strict=True)))

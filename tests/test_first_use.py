@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hand_made import balances
 from tiny_runs import Workshop, rows_of, write_prompts
 from typer.testing import CliRunner
 
@@ -431,6 +432,6 @@ def test_control_c_in_a_notebook_stops_the_run_in_an_orderly_way(workshop: Works
     assert not summary["finished"]
     assert summary["steps"] >= 2
     assert audit(run) == []
-    assert books(run).balanced
+    assert balances(books(run))
     headrace.resume(run, overrides=[f"loop.steps={summary['steps'] + 1}"])
     assert len(rows_of(run)) == summary["steps"] + 1

@@ -5,6 +5,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
+from hand_made import balances
 
 from headrace.errors import RunError
 from headrace.ledger.digests import Digests
@@ -163,7 +164,7 @@ def test_no_run_is_the_users_error(tmp_path):
 
 def test_the_books_for_printing(played_run):
     found = books(played_run)
-    assert found.balanced
+    assert balances(found)
     assert found.generated == Amount(tokens=25, trajectories=6)
     assert found.trained == Amount(tokens=16, trajectories=3)
     assert found.dropped == {

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hand_made import accounts, balances
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,10 +66,10 @@ class Model:
         self._drop(True, self.buffered, data)
 
     def _refused(self, call):
-        before = self.ledger.balance()
+        before = accounts(self.ledger)
         with pytest.raises(sqlite3.IntegrityError):
             call()
-        assert self.ledger.balance() == before
+        assert accounts(self.ledger) == before
 
     def train_again(self, _):
         if self.gone:
@@ -79,15 +80,15 @@ class Model:
             self._refused(lambda: self.ledger.trained(self.in_flight[0], version=0))
 
     def overdraw(self, _):
-        (in_flight, _), serial = self.ledger.balance()["in_flight"], 10_000
+        (in_flight, _), serial = accounts(self.ledger)["in_flight"], 10_000
         self._refused(lambda: self.ledger.buffered(self.make_group(serial, [in_flight + 1])))
 
     def check(self):
         totals = self.ledger.totals()
         held = [*self.waiting, *self.in_flight]
-        assert totals.balanced
-        assert sum(tokens for tokens, _ in self.ledger.balance().values()) == 0
-        assert sum(trajectories for _, trajectories in self.ledger.balance().values()) == 0
+        assert balances(totals)
+        assert sum(tokens for tokens, _ in accounts(self.ledger).values()) == 0
+        assert sum(trajectories for _, trajectories in accounts(self.ledger).values()) == 0
         assert (totals.generated.tokens, totals.generated.trajectories) == (self.num_sampled, self.num_started)
         assert totals.in_flight.tokens == sum(group.num_sampled_tokens for group in self.in_flight)
         assert totals.in_flight.trajectories == sum(len(group.trajectories) for group in held)

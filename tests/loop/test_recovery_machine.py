@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hand_made import balances
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -176,7 +177,7 @@ class Recovery(RuleBasedStateMachine):
     def the_books_are_true(self) -> None:
         assert audit(self.world.run_dir, finished=self.finished) == []
         with Ledger.open(self.world.run_dir) as books:
-            assert books.totals().balanced
+            assert balances(books.totals())
 
     def every_prompt_is_somewhere(self, found: dict[str, list[Any]]) -> None:
         newest = {serial: (number, state) for serial, number, state in found["attempts"]}

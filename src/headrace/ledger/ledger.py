@@ -54,12 +54,6 @@ class Books:
         """Tokens neither trained on nor dropped yet: buffered and in flight."""
         return self.buffered.tokens + self.in_flight.tokens
 
-    @property
-    def balanced(self) -> bool:
-        """Whether everything generated is accounted for, in tokens and in trajectories."""
-        parts = [self.trained, self.buffered, self.in_flight, *self.dropped.values()]
-        return self.generated == tuple(map(sum, zip(*parts, strict=True)))
-
 
 class Ledger(AbstractContextManager["Ledger"]):
     """The run's database: one writer, and any number of readers while it writes."""
@@ -256,13 +250,9 @@ class Ledger(AbstractContextManager["Ledger"]):
         found = self.read("SELECT * FROM restarts ORDER BY number")
         return [journal.Restart(*values) for values in found]
 
-    def balance(self) -> dict[str, Amount]:
-        """What is in each account: `generated` is negative, all add up to zero."""
-        accounts = self.read("SELECT name, tokens, trajectories FROM accounts ORDER BY name")
-        return {name: Amount(*held) for name, *held in accounts}
-
     def totals(self) -> Books:
-        held = self.balance()
+        accounts = self.read("SELECT name, tokens, trajectories FROM accounts ORDER BY name")
+        held = {name: Amount(*amount) for name, *amount in accounts}  # all add up to zero
         generated = Amount(*(-number for number in held.pop(SOURCE)))
         kept = {name: held.pop(name) for name in ("trained", "buffered", "in_flight")}
         dropped = {name.removeprefix(DROPPED): amount for name, amount in held.items()}
