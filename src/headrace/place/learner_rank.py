@@ -204,7 +204,7 @@ def policy_of(device: DeviceThread, config: Config, mesh: DeviceMesh | None = No
         choice = device.call(ThreadChoice, policy.model.get_input_embeddings().weight.shape[1])
         device.call(choice.choose)
         if not policy.exact:  # bits depend on the number of threads
-            device.do_between(choice.choose_if_due)
+            device.do_between(choice.choose)
     return policy
 
 

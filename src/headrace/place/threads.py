@@ -16,8 +16,6 @@ ROUND_S = 0.01
 SHARE = 0.01  # of all time that measuring may take
 EVERY_S = 5.0  # but not more often than this
 
-Measure = Callable[[Callable[[], object]], float]
-
 
 def _seconds_per_call(work: Callable[[], object]) -> float:
     work()  # the threads of another count have to start
@@ -31,30 +29,25 @@ def _seconds_per_call(work: Callable[[], object]) -> float:
 class ThreadChoice:
     """The fastest thread count for products of `width` columns. For the thread that computes."""
 
-    def __init__(
-        self, width: int, *, measure: Measure = _seconds_per_call, now: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, width: int) -> None:
         most = torch.get_num_threads()
         self.candidates = sorted({most, *(2**i for i in range(most.bit_length()))})
-        self._measure, self._now = measure, now
         self._x, self._up = torch.zeros(ROWS, width), torch.zeros(width, 3 * width)
         self._next_s = 0.0
 
     def choose(self) -> None:
-        begun_s = self._now()
+        """Measure, unless that was done shortly before: conditions may have changed since then."""
+        begun_s = time.perf_counter()
+        if begun_s < self._next_s:
+            return
         seconds = dict.fromkeys(self.candidates, 0.0)
         for _ in range(ROUNDS if len(seconds) > 1 else 0):
             for count in seconds:
                 torch.set_num_threads(count)
-                seconds[count] += self._measure(self._probe)
+                seconds[count] += _seconds_per_call(self._probe)
         torch.set_num_threads(min(seconds, key=seconds.__getitem__))
-        ended_s = self._now()
+        ended_s = time.perf_counter()
         self._next_s = ended_s + max(EVERY_S, (ended_s - begun_s) / SHARE)
-
-    def choose_if_due(self) -> None:
-        """Conditions may have changed since the last time."""
-        if self._now() >= self._next_s:
-            self.choose()
 
     @torch.no_grad()
     def _probe(self) -> torch.Tensor:
