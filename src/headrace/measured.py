@@ -7,7 +7,7 @@ sinks, `/metrics` and the page's curves follow from it.
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
@@ -268,15 +268,14 @@ class StageClock:
             return [replace(span, end_s=self.now()) for span in self._running.values()]
 
 
-def stages_of(rows: Iterable[Row]) -> tuple[dict[str, float], str]:
+def stages_of(rows: Sequence[Row]) -> tuple[dict[str, float], str]:
     """Seconds by stage, and the bottleneck at a first guess: the longest.
 
     Environments and agents work beside everything else: what counts is when nothing else was busy.
     """
-    known = list(rows)
-    found = {stage: sum(float(getattr(row.stage_s, stage)) for row in known) for stage in STAGES}
-    if (played_s := sum(row.environment_s for row in known)) > 0:
-        found["environment"] = max(0.0, min(played_s, sum(row.wall_s for row in known) - sum(found.values())))
+    found = {stage: sum(float(getattr(row.stage_s, stage)) for row in rows) for stage in STAGES}
+    if (played_s := sum(row.environment_s for row in rows)) > 0:
+        found["environment"] = max(0.0, min(played_s, sum(row.wall_s for row in rows) - sum(found.values())))
     return found, max(found, key=found.__getitem__)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from headrace.errors import HeadraceError, MissingExtraError
 
 MAX_DETAIL_CHARS = 1500
+TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 _LOADED_FROM: set[str] = set()  # folders
 
 

@@ -18,12 +18,11 @@ import numpy as np
 from headrace.episode.answer import Grammar, ParsedAnswer, ToolCall, Tools, read_json
 from headrace.errors import ChatError
 from headrace.types import Example
-from headrace.user_code import load_optional, time_limit
+from headrace.user_code import TEMPLATE_S, load_optional, time_limit
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
 
-TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 MARKS = range(0x12000, 0x12400)  # cuneiform: rare, and a template's filters print it as it is
 MOST_TAILS = 4096  # that are remembered
 HEADER_TOKENS = 64  # at the end of a prompt: what the template writes before an answer

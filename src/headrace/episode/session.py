@@ -188,7 +188,6 @@ class Episodes:
             self.desk.forget(session.id)
 
     def abort(self, serials: Sequence[int]) -> None:
-        """End the rest of these groups; their futures give what was sampled so far."""
         for session in self._running.values():
             if session.order.counted and session.order.serial in serials:
                 session.aborted.set()

@@ -17,12 +17,11 @@ from headrace.prompts.select import Selection
 from headrace.prompts.source import open_source, prompt_key
 from headrace.roles import PromptSource
 from headrace.types import Known, Outcomes, Prompt
-from headrace.user_code import names_file, time_limit
+from headrace.user_code import TEMPLATE_S, names_file, time_limit
 
 Message = Mapping[str, Any]
 
 EVAL_SEED_OFFSET = 1_000_003  # a generated eval_source must not repeat the training problems
-TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
 
 
 class Renderer:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -405,7 +404,7 @@ class JudgePool:
                 job.done.set_exception(error)
 
 
-def isolated(argv: list[str], setup: Setup) -> AbstractContextManager[tuple[list[str], list[int]]]:
+def isolated(argv: list[str], setup: Setup) -> contextlib.AbstractContextManager[tuple[list[str], list[int]]]:
     """The command that starts a worker, perhaps in a sandbox, and the files to start it with."""
     if not setup.sandbox:
         return contextlib.nullcontext((argv, []))
