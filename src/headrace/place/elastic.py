@@ -5,7 +5,7 @@ any more go on elsewhere, with the tokens that they have. Both happen between tw
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -56,11 +56,11 @@ class Elastic:
 
     def give_up(self, worker: Worker[Sampler], why: str) -> None:
         """A worker failed to take a version. Called in a thread."""
-        self._in_loop(lambda worker: self.pool.lose(worker, why), worker)
+        self._in_loop(self.pool.lose, worker, why)
 
     def bring(self, worker: Worker[Sampler], *begun: Any) -> None:
         """A worker is late: it takes versions at its own pace. Called in a thread."""
-        self._in_loop(lambda worker: background(self._follow(worker, *begun), self._tasks), worker)
+        self._in_loop(background, self._follow(worker, *begun), self._tasks)
 
     async def _follow(self, worker: Worker[Sampler], *begun: Any) -> None:
         if worker.name not in self._late:
@@ -85,19 +85,15 @@ class Elastic:
     def _fit(self) -> None:
         for _ in range(self.wanted - len(self.pool.staying) - len(self._joining)):
             background(self._add(), self._tasks, self._joining)
+        leave = partial(self._in_loop, self._leave)
         for worker in self.pool.staying[self.wanted :]:
             self.pool.retire(worker)
-            background(asyncio.to_thread(self.publisher().remove_receiver, worker, self._leave), self._tasks)
+            background(asyncio.to_thread(self.publisher().remove_receiver, worker, leave), self._tasks)
 
-    def _leave(self, worker: Worker[Sampler]) -> None:
-        """Called in a thread."""
-
-        async def leave() -> None:
-            if worker in self.pool.workers and await self.pool.leave(worker):
-                self.on_note(f"{worker.name} is gone; its answers go on elsewhere")
-                self._fit()
-
-        asyncio.run_coroutine_threadsafe(leave(), self._events).result()
+    async def _leave(self, worker: Worker[Sampler]) -> None:
+        if worker in self.pool.workers and await self.pool.leave(worker):
+            self.on_note(f"{worker.name} is gone; its answers go on elsewhere")
+            self._fit()
 
     async def _add(self) -> None:
         """Start a new worker. It joins the pool once it holds the published version."""
@@ -127,10 +123,12 @@ class Elastic:
             told = f"no rollout worker is left, and {MOST_FAILURES} new ones could not join"
             self.pool.fail(WorkerLostError(told))
 
-    def _in_loop(self, act: Callable[[Worker[Sampler]], object], worker: Worker[Sampler]) -> None:
-        """Call `act(worker)` on the event loop and wait for it. Called in a thread."""
+    def _in_loop(self, act: Callable[..., object], *args: Any) -> None:
+        """Call `act(*args)` on the event loop, and wait until it is done. Called in a thread."""
 
         async def call() -> None:
-            act(worker)
+            done = act(*args)
+            if isinstance(done, Coroutine):
+                await done
 
         asyncio.run_coroutine_threadsafe(call(), self._events).result()
