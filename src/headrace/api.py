@@ -252,8 +252,7 @@ def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
     if not path.exists():
         told = f"weights (no {path.name} directory); did the run finish?"
         if best:
-            why = "it trained without loop.keep_best, or made no evaluation"
-            told = f"{path.name} directory: {why}"
+            told = f"{path.name} directory: it trained without loop.keep_best, or made no evaluation"
         raise RunError(f"{run_dir} has no {told}")
     return path
 

@@ -424,7 +424,7 @@ class News:
     notes: tuple[str, ...] = ()  # for the user
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One try at generating a group. A restart (resumed run) makes another; only the newest counts.
 

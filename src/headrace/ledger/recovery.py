@@ -38,13 +38,12 @@ class Recovery:
 
     def attempts(self, *, state: str | None = None, wave: int | None = None) -> list[Attempt]:
         """All attempts, or those with this `state` or `wave`, in the order of their start."""
-        names = ("serial", "number", "prompt_id", "wave", "version")
         found = self.ledger.read(
-            f"SELECT {', '.join(names)} FROM attempts "
+            "SELECT serial, number, prompt_id, wave, version FROM attempts "
             "WHERE state = COALESCE(?, state) AND wave = COALESCE(?, wave) ORDER BY wave, serial",
             (state, wave),
         )
-        return [Attempt(**dict(zip(names, values, strict=True))) for values in found]
+        return [Attempt(*values) for values in found]
 
     def buffered_groups(self) -> list[tuple[int, int]]:
         query = "SELECT DISTINCT serial, attempt FROM trajectories WHERE state = 'buffered'"
