@@ -115,8 +115,7 @@ class Place:
         )
         self.ledger = Ledger.reopen(run_dir) if resumed else None
         self.clock = self.ledger.clock if self.ledger else StageClock()
-        self._books: Ledger  # made by `loop`, if the run is new
-        self._buffer: Buffer  # made by `loop`
+        self._buffer: Buffer  # made by `loop`, as is the ledger of a new run
         self.pool = RolloutPool(
             clock=self.clock,
             on_sampled=lambda num_tokens: self._books.sampled(num_tokens),
@@ -205,7 +204,6 @@ class Place:
             self.ledger = Ledger.create(self.run_dir, clock=self.clock)
             self.ledger.remember("num_prompts", str(self.prompts.num_train))
             undo_start(self.run_dir)  # this one stays: a run that it replaces goes
-        self._books = self.ledger
         self.scorer.remember(self.ledger.verdicts())
         await self.start_engines()
         if not self._colocated:
@@ -344,6 +342,11 @@ class Place:
             receiving=self._receiving,
             clock=self.clock if self._receiving is None else None,
         )
+
+    @property
+    def _books(self) -> Ledger:
+        assert self.ledger is not None
+        return self.ledger
 
     def _on_turn(self, serial: int, episode: Trajectory) -> None:
         """Turns of one moment are stored together, but soon: a reply may take minutes."""
