@@ -85,12 +85,11 @@ class Agents:
             key = f"the key in {KEY}" if os.environ.get(KEY) else f"the key {self._key}"
             self._on_note(f"remote agents pull episodes at {self._front.base_url[:-3]}/episodes with {key}")
         for host in self._hosts:
+            self._open.push_async_callback(host.close)
             await host.start()
         self.desk.chat.prove()
 
     async def close(self) -> None:
-        for host in self._hosts:
-            await host.close()
         await self._open.aclose()
 
     async def play(self, session: Session) -> Outcome:
