@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from headrace.rollout.rows import CONTEXT, MIX, Burst, Ints, Keys, Rows, contexts_of, prompt_key
+from headrace.rollout.rows import CONTEXT, MIX, NO_TAIL, Burst, Ints, Keys, Rows, prompt_key
 from headrace.types import IntArray
 
 Tags = npt.NDArray[np.uint32]
@@ -91,7 +91,8 @@ class Drafter:
 
     def read(self, prompt: IntArray) -> None:
         """Learn from a prompt, without scoring: predictions are scored on sampled tokens only."""
-        slots, tags = _places(np.full(len(prompt), prompt_key(prompt)), contexts_of(prompt)[:-1])
+        windows = np.lib.stride_tricks.sliding_window_view(np.append(NO_TAIL, prompt), CONTEXT)
+        slots, tags = _places(np.full(len(prompt), prompt_key(prompt)), windows[:-1])
         self._write(slots, tags, prompt.astype(np.int64))
 
     def learn(self, rows: Rows) -> None:

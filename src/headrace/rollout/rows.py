@@ -319,12 +319,6 @@ def request_seed(*parts: int) -> int:
     return int(seed[0]) << 32 | int(seed[1])
 
 
-def contexts_of(tokens: IntArray) -> Ints:
-    """The CONTEXT tokens before each position and before the end `[T + 1, CONTEXT]`."""
-    padded = np.append(NO_TAIL, tokens)
-    return np.lib.stride_tricks.sliding_window_view(padded, CONTEXT)
-
-
 def prompt_key(prompt: IntArray) -> np.uint64:
     """A hash of the prompt: the same for all its samples, epochs and processes."""
     digest = hashlib.blake2b(prompt.astype(np.int64).tobytes(), digest_size=8).digest()
