@@ -299,9 +299,6 @@ class JoinedLinear:
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = _join(biases) if biases else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
 
 def _join(parts: list[Any]) -> Tensor:
     """The parts end to end. Each backward pass gives them their own rows of the gradient."""
