@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.config import LearnerSection
-from headrace.learner.objective import CARRIES_WEIGHT, LOSSES, CorrectionKind, LossInput, corrected, correction_weight
+from headrace.learner.objective import CARRIES_WEIGHT, LOSSES, LossInput, corrected, correction_weight
 
 INF = math.inf
 
@@ -24,10 +24,6 @@ def logs(values: list[float]) -> Tensor:
 PROXIMAL, BEHAVIOUR = logs([0.3, 0.1, 0.5, 0.5, 0.25]), logs([0.1, 0.4, 0.5, 0.25, 0.5])
 
 
-def test_kinds_are_those_of_the_settings() -> None:
-    assert get_args(LearnerSection.model_fields["correction"].annotation) == get_args(CorrectionKind)
-
-
 @pytest.mark.parametrize(
     ("kind", "expected", "kept"),
     [
@@ -36,7 +32,7 @@ def test_kinds_are_those_of_the_settings() -> None:
         ("masked", [0.0, 0.0, 1.0, 2.0, 0.5], [False, False, True, True, True]),
     ],
 )
-def test_weights(kind: CorrectionKind, expected: list[float], kept: list[bool]) -> None:
+def test_weights(kind: str, expected: list[float], kept: list[bool]) -> None:
     # limits moved out by a rounding error, so that the ratios 2 and 0.5 lie inside
     weight, keep = correction_weight(kind, PROXIMAL, BEHAVIOUR, low=0.5 - 1e-12, high=2.0 + 1e-12)
     np.testing.assert_allclose(weight.detach(), f64(expected), rtol=1e-12, atol=1e-15)
@@ -86,9 +82,9 @@ def test_decoupled_ppo_and_corrected_reinforce_agree_on_the_first_pass() -> None
     np.testing.assert_allclose(gradients["reinforce"].detach(), gradients["decoupled-ppo"], rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("kind", get_args(CorrectionKind))
+@pytest.mark.parametrize("kind", get_args(LearnerSection.model_fields["correction"].annotation))
 @pytest.mark.parametrize("carried", [False, True])
-def test_broken_log_probs_give_finite_constant_weights(kind: CorrectionKind, carried: bool) -> None:
+def test_broken_log_probs_give_finite_constant_weights(kind: str, carried: bool) -> None:
     proximal = torch.tensor([-1.0, -1.0, -1e4, -INF, -INF], requires_grad=True)
     behaviour = torch.tensor([-INF, -1e4, -1.0, -1.0, -INF])
     weight, kept = correction_weight(kind, proximal, behaviour, low=0.5, high=2.0, carried=carried)

@@ -6,13 +6,9 @@ import pytest
 import torch
 
 from headrace.config import LearnerSection
-from headrace.learner.objective import KLKind, kl
+from headrace.learner.objective import kl
 
-KINDS = get_args(KLKind)
-
-
-def test_kinds_are_those_of_the_settings() -> None:
-    assert get_args(LearnerSection.model_fields["kl_estimator"].annotation) == KINDS
+KINDS = get_args(LearnerSection.model_fields["kl_estimator"].annotation)
 
 
 # d = current - reference = ln 2, then -ln 2. k3 = exp(-d) - 1 + d; gradients 1, d and 1 - exp(-d).
@@ -25,7 +21,7 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize(("kind", "value", "gradient"), BY_HAND)
-def test_by_hand(kind: KLKind, value: list[float], gradient: list[float]) -> None:
+def test_by_hand(kind: str, value: list[float], gradient: list[float]) -> None:
     current = torch.tensor([0.5, 0.25], dtype=torch.float64).log().requires_grad_()
     reference = torch.tensor([0.25, 0.5], dtype=torch.float64).log().requires_grad_()
     result = kl(kind, current, reference)
@@ -38,7 +34,7 @@ def test_by_hand(kind: KLKind, value: list[float], gradient: list[float]) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradient_equals_finite_differences(kind: KLKind) -> None:
+def test_gradient_equals_finite_differences(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     current = (-3 * torch.rand(8, generator=generator, dtype=torch.float64)).requires_grad_()
     reference = -3 * torch.rand(8, generator=generator, dtype=torch.float64)
@@ -50,7 +46,7 @@ def test_gradient_equals_finite_differences(kind: KLKind) -> None:
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
-def test_expectation_is_the_divergence(kind: KLKind) -> None:
+def test_expectation_is_the_divergence(kind: str) -> None:
     p = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     q = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
     exact = sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
@@ -77,7 +73,7 @@ def test_k3_keeps_its_digits_near_zero_in_float32() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_broken_log_probs_give_finite_values_and_gradients(kind: KLKind) -> None:
+def test_broken_log_probs_give_finite_values_and_gradients(kind: str) -> None:
     current = torch.tensor([-1.0, -1.0, -1e4, -1.0], requires_grad=True)
     result = kl(kind, current, torch.tensor([-1e4, -math.inf, -1.0, -1.0]))
     result.sum().backward()

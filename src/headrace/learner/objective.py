@@ -20,7 +20,7 @@ the step sees it and is skipped.
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,10 +31,6 @@ from headrace.config import LearnerSection
 from headrace.errors import ConfigError
 from headrace.learner.batch import Batch
 from headrace.user_code import load_function
-
-CorrectionKind = Literal["none", "truncated", "masked"]
-KLKind = Literal["k1", "k2", "k3"]
-AggregationKind = Literal["token", "sequence", "constant"]
 
 Rewards = npt.NDArray[np.floating[Any]]
 Advantages = npt.NDArray[np.float64]
@@ -263,7 +259,7 @@ def value_loss(values: Tensor, start: Tensor, returns: Tensor, *, low: float, hi
 
 
 def correction_weight(
-    kind: CorrectionKind, proximal: Tensor, behaviour: Tensor, *, low: float, high: float, carried: bool = False
+    kind: str, proximal: Tensor, behaviour: Tensor, *, low: float, high: float, carried: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Constant importance weight per token [N], and which tokens are kept [N] bool.
 
@@ -289,7 +285,7 @@ def corrected(per_token: Tensor, weight: Tensor, kept: Tensor) -> Tensor:
 # ---- KL to the reference
 
 
-def kl(kind: KLKind, current: Tensor, reference: Tensor) -> Tensor:
+def kl(kind: str, current: Tensor, reference: Tensor) -> Tensor:
     """Estimate of KL(current || reference) per token [N], with gradient to `current`.
 
     As a term of the loss the estimators differ by their gradients: that of k2 is unbiased for the
@@ -305,9 +301,7 @@ def kl(kind: KLKind, current: Tensor, reference: Tensor) -> Tensor:
 # ---- aggregation
 
 
-def weights(
-    kind: AggregationKind, sequence_ids: Tensor, *, constant_length: int, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def weights(kind: str, sequence_ids: Tensor, *, constant_length: int, dtype: torch.dtype) -> Tensor:
     """The weight of each of N tokens: 1, 1 / its sequence's length, or 1 / `constant_length`."""
     ones = torch.ones(sequence_ids.shape, dtype=dtype, device=sequence_ids.device)
     if kind == "sequence":
@@ -315,6 +309,6 @@ def weights(
     return ones if kind == "token" else ones / constant_length
 
 
-def normaliser(kind: AggregationKind, num_tokens: int, num_sequences: int) -> float:
+def normaliser(kind: str, num_tokens: int, num_sequences: int) -> float:
     """The divisor of the weighted sum: the step's number of tokens, or of sequences."""
     return float(num_tokens if kind == "token" else num_sequences)
