@@ -189,8 +189,8 @@ def test_the_answers_of_a_group_take_the_temperatures_in_turns():
     answers = [trajectory(serial=0, prompt=(5,), answer=(7,) * size) for size in (2, 3, 1)]
     items = [Item(trajectory=replace(answer, index=i), advantage=1.0) for i, answer in enumerate(answers)]
     batch = pack(items, CPU, None, (0.5, 2.0))
-    assert isinstance(batch.temperature, torch.Tensor)
     assert batch.temperature.tolist() == [0.5] * 2 + [2.0] * 3 + [0.5]
-    assert pack(items[::2], CPU, None, (0.5, 2.0)).temperature == 0.5
+    assert pack(items[::2], CPU, None, (0.5, 2.0)).temperature.tolist() == [0.5] * 3
     turned = replace(items[1].trajectory, turns=(Turn(start=1, end=4, finish=FinishReason.EOS, temperature=1.5),))
-    assert pack([items[0], replace(items[1], trajectory=turned)], CPU, None, 0.5).temperature == 0.5  # one for all
+    one_for_all = pack([items[0], replace(items[1], trajectory=turned)], CPU, None, 0.5)
+    assert one_for_all.temperature.tolist() == [0.5] * 5

@@ -316,7 +316,6 @@ def test_each_turn_has_its_temperature(make_policy: Callable[..., Policy]) -> No
         for s, heat in zip(starts, heats, strict=True)
     )
     batch = pack(items([replace(t, turns=turns)]), CPU, None, (0.8,))
-    assert isinstance(batch.temperature, Tensor)
     assert batch.temperature.tolist() == pytest.approx([heat for heat in heats for _ in range(8)])
     ours = logprobs(policy, batch, batch.temperature)
     apart = [logprobs(policy, batch, heat) for heat in heats]
@@ -325,8 +324,8 @@ def test_each_turn_has_its_temperature(make_policy: Callable[..., Policy]) -> No
     found = torch.autograd.grad((ours * weights).sum(), policy.head_weight)[0]
     torch.testing.assert_close(found, torch.autograd.grad((apart[1] * weights).sum(), policy.head_weight)[0])
     alike = tuple(replace(turn, temperature=0.8) for turn in turns)
-    assert pack(items([replace(t, turns=alike)]), CPU, None, (0.8,)).temperature == 0.8
-    assert pack(items([t]), CPU, None, (0.8,)).temperature == 0.8
+    for same in (replace(t, turns=alike), t):
+        assert pack(items([same]), CPU, None, (0.8,)).temperature.tolist() == pytest.approx([0.8] * 32)
     greedy = replace(t, turns=(*turns[:3], replace(turns[3], temperature=0.0)))
     with pytest.raises(ValueError, match="9:p9/0 has a greedy turn"):
         pack(items([greedy]), CPU)

@@ -15,7 +15,7 @@ from headrace.learner.tree import LEAST_SHARED, Forest, key_of
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Support
 from headrace.policy.routes import Routers
-from headrace.types import FloatArray, Item, RouteArray, Trajectory
+from headrace.types import Item, RouteArray, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Batch:
     at: Tensor  # [N] which of the T tokens are the sampled ones
     behaviour: Tensor  # [N] log-probs at sampling time
     advantage: Tensor  # [N]
-    temperature: float | Tensor  # [N]
+    temperature: Tensor  # [N]
     sequence_ids: Tensor  # [N] which sequence a sampled token belongs to
     num_sequences: int
     reference: Tensor | None  # [N]
@@ -51,7 +51,6 @@ def pack(
     advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, items, strict=True)]
     replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
     lengths, after, tokens, rows = Forest(trajectories).laid_out()
-    heat = heats if isinstance(heats, float) else _temperatures(trajectories, heats)
 
     def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -62,7 +61,7 @@ def pack(
         at=tensor(rows[sampled]),
         behaviour=tensor(np.concatenate([t.logprobs for t in trajectories])[sampled]),
         advantage=tensor(np.concatenate(advantages)),
-        temperature=heat if isinstance(heat, float) else tensor(heat),
+        temperature=tensor(_temperatures(trajectories, heats)),
         sequence_ids=tensor(np.repeat(np.arange(len(items)), counts)),
         num_sequences=len(items),
         reference=tensor(np.concatenate(references)) if references else None,
@@ -72,14 +71,13 @@ def pack(
     )
 
 
-def _temperatures(trajectories: Sequence[Trajectory], known: Sequence[float]) -> float | FloatArray:
-    """Of each sampled token, by its turn or its answer's index; one number if all are alike."""
-    heats = {known[t.index % len(known)] for t in trajectories} | {x.temperature for t in trajectories for x in t.turns}
-    if len(heats) == 1:
-        return heats.pop()
+def _temperatures(trajectories: Sequence[Trajectory], heats: float | Sequence[float]) -> np.ndarray:
+    """Of each sampled token, by its turn or its answer's index, unless one number is for all."""
+    if isinstance(heats, float):
+        return np.full(sum(t.num_sampled_tokens for t in trajectories), heats)
     found = []
     for t in trajectories:
-        values = np.full(len(t.token_ids), known[t.index % len(known)], np.float32)
+        values = np.full(len(t.token_ids), heats[t.index % len(heats)])
         for turn in t.turns:
             if turn.temperature <= 0:
                 raise ValueError(f"trajectory {t.id} has a greedy turn: its tokens cannot be trained on")

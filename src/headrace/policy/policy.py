@@ -373,8 +373,8 @@ class _ChosenLogprobs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, chosen: Tensor, *rest: Any) -> Tensor:
         temperature, support, linear, fused = rest
         precise = torch.float32 if fused else torch.promote_types(hidden.dtype, torch.float32)
-        if not isinstance(temperature, Tensor):
-            temperature = hidden.new_full(chosen.shape, temperature, dtype=precise)
+        temperature = torch.as_tensor(temperature, dtype=precise, device=hidden.device)
+        temperature = temperature.expand(chosen.shape).contiguous()
         found = hidden.new_empty(1 if support is None else 2, len(chosen), dtype=precise)
         log_sums, logits = torch.empty_like(found), None
         chunks = _row_chunks(hidden, weight, support)
