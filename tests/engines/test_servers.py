@@ -24,7 +24,7 @@ from tiny_policies import tiny_policy
 import headrace
 from headrace.config import COMMANDS, RolloutSection
 from headrace.config_file import DEMO, load_config
-from headrace.learner.teacher import teacher_logprobs
+from headrace.learner.ranks import teacher_logprobs
 from headrace.ledger.ledger import Ledger
 from headrace.place.rollout_worker import SERVERS
 from headrace.policy.attention import PackedPlan

@@ -16,7 +16,7 @@ from tiny_runs import Workshop, rows_of, same_bits, weights
 from headrace import api
 from headrace.config_file import load_config
 from headrace.errors import ConfigError, ModelError
-from headrace.learner.teacher import teacher_logprobs
+from headrace.learner.ranks import teacher_logprobs
 from headrace.policy.demo import chat_tokenizer
 from headrace.runs.audit import audit
 from headrace.types import Segment

@@ -1,6 +1,6 @@
 """The ranks of the learner as one, for the loop: groups become micro-batches, shared by all."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -14,10 +14,10 @@ from headrace.errors import LearnerLostError, ModelError, WorkerLostError
 from headrace.learner.batch import Packer, balanced, split
 from headrace.learner.credit import credits, token_rewards
 from headrace.learner.objective import kl, users_function
-from headrace.learner.teacher import teacher_logprobs
 from headrace.measured import Mismatch, PolicyFacts, StepStats
 from headrace.roles import Cluster, R, Reply, Trainer, Worker
 from headrace.types import Example, FloatArray, Group, IntArray, Item, Trajectory
+from headrace.user_code import short_traceback
 
 NOTICED_S = 60.0  # after which a dead node is known to be dead
 
@@ -170,3 +170,32 @@ class Ranks:
     def _parts(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
         items = [Item(trajectory=t, advantage=0.0) for t in trajectories]
         return [[item.trajectory for item in part] for part in split(items, len(self.ranks))]
+
+
+def teacher_logprobs(spec: str, group: Group) -> list[FloatArray]:
+    """Log-probs of each answer's sampled tokens, by a teacher elsewhere and at a temperature of 1.
+
+    The user's function `spec` asks it. It gets sequences of tokens, all answers and all branches of
+    an episode, and returns log-probs of their tokens. That of a first token does not matter.
+    """
+    answers = group.trajectories
+    paths = [(i, path) for i, t in enumerate(answers) for path in _paths(t)]
+    found = [np.full(len(t.token_ids), np.nan, np.float32) for t in answers]
+    try:
+        ask = users_function("learner.teacher", spec)
+        told = ask([answers[i].token_ids[path].tolist() for i, path in paths])
+        for (i, path), values in zip(paths, told, strict=True):
+            found[i][path] = np.asarray(values, np.float32).reshape(len(path))
+        sampled = [known[t.sampled] for known, t in zip(found, answers, strict=True)]
+        if not np.isfinite(np.concatenate(sampled)).all():
+            raise ValueError("they are not all finite numbers")
+    except Exception as error:  # of the user's code, or of what it returned
+        needed = "must return a log-prob for each token of each sequence"
+        raise ModelError(f"learner.teacher = '{spec}' {needed}:\n{short_traceback(error)}") from error
+    return sampled
+
+
+def _paths(t: Trajectory) -> Iterator[IntArray]:
+    """For each branch the tokens from the root to its end."""
+    for end in (*(segment.start - 1 for segment in t.segments), len(t.token_ids) - 1):
+        yield np.concatenate([np.arange(*part, dtype=np.int32) for part in t.ranges(end)])
