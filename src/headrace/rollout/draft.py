@@ -141,7 +141,7 @@ class Drafter:
         rates = self._rates()
         if rates.max() <= floor:
             return tokens, chances
-        room = rows.left - 1  # the token after the last drafted one is sampled, too
+        room = rows.states["limit"] - rows.sampled - 1  # one token is sampled after the last draft
         which = np.flatnonzero(room > 0)
         contexts, chance = rows.contexts(which, rows.sampled[which]), np.ones(len(which))
         for depth in range(self._longest):

@@ -165,10 +165,6 @@ class Rows:
         return not self.states["truncates"].any()
 
     @property
-    def left(self) -> Ints:
-        return self.states["limit"] - self.sampled
-
-    @property
     def last_tokens(self) -> Ints:
         return self._table["token"][np.arange(len(self)), self.sampled - 1]
 
