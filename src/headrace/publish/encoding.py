@@ -305,8 +305,7 @@ def read_places(coded: Tensor, num_places: int, num_elements: int) -> Tensor:
     """Inverse of `code_places`. Raises unless there are `num_places`, all below `num_elements`."""
     places = (_read(coded, num_places) + 1).cumsum(0) - 1
     if num_places and not 0 <= int(places[-1]) < num_elements:
-        told = f"outside a tensor of {num_elements} elements"
-        raise PublishError(f"place {int(places[-1])} is {told}")
+        raise PublishError(f"place {places[-1]} is outside a tensor of {num_elements} elements")
     return places
 
 
