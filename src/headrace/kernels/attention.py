@@ -354,7 +354,7 @@ def _of_queries(
 ):  # fmt: skip
     block, head = blocks + tl.program_id(0) * 5, tl.program_id(1)
     token, position, count, source = _part(block)
-    m, d = tl.arange(0, M), tl.arange(0, DP)
+    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)
     inside = (m < count)[:, None] & (d < D)[None, :]
     at = ((token + m)[:, None].to(tl.int64) * H + head) * D + d[None, :]
     q = tl.load(Q + at, mask=inside, other=0.0)
@@ -368,40 +368,23 @@ def _of_queries(
     first = tl.maximum(position + 1 - window, 0) // N * N if WINDOW else 0
     kv_head = head // (H // J)
     own = position // N * N  # without a window, all queries of the block see the keys before it
-    acc = _through_keys(
-        acc, q, g, K, V, level, pull, position, source, paths, kv_head, first, own, scale2, window,
-        J, D, DP, M, N, WINDOW, WINDOW, TREE,
-    )  # fmt: skip
-    acc = _through_keys(
-        acc, q, g, K, V, level, pull, position, source, paths, kv_head, own, position + count, scale2, window,
-        J, D, DP, M, N, True, WINDOW, TREE,
-    )  # fmt: skip
+    for masked in tl.static_range(2):
+        end = position + count if masked else own
+        for s in range(own if masked else first, end, N):
+            there = (s + n < end)[:, None] & (d < D)[None, :]
+            place = source + s + n
+            if TREE:
+                place = tl.load(paths + place, mask=s + n < end, other=0)
+            key = (place[:, None].to(tl.int64) * J + kv_head) * D + d[None, :]
+            k = tl.load(K + key, mask=there, other=0.0)
+            v = tl.load(V + key, mask=there, other=0.0)
+            p = tl.exp2(tl.dot(q, tl.trans(k)) * scale2 - level[:, None])
+            if masked or WINDOW:
+                ago = (position + m)[:, None] - (s + n)[None, :]
+                p = tl.where((ago >= 0) & (ago < window) if WINDOW else ago >= 0, p, 0.0)
+            change = p * (tl.dot(g, tl.trans(v)) - pull[:, None])
+            acc = tl.dot(change.to(k.dtype), k, acc)
     tl.store(grad_q + at, (acc * scale).to(grad_q.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _through_keys(
-    acc, q, g, K, V, level, pull, position, source, paths, head, first, end, scale2, window,
-    J: constexpr, D: constexpr, DP: constexpr, M: constexpr, N: constexpr,
-    MASKED: constexpr, WINDOW: constexpr, TREE: constexpr,
-):  # fmt: skip
-    """Add the gradient of keys `first` to `end`; without MASKED, all of them are visible."""
-    m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, DP)
-    for s in range(first, end, N):
-        there = (s + n < end)[:, None] & (d < D)[None, :]
-        token = source + s + n
-        if TREE:
-            token = tl.load(paths + token, mask=s + n < end, other=0)
-        key = (token[:, None].to(tl.int64) * J + head) * D + d[None, :]
-        k = tl.load(K + key, mask=there, other=0.0)
-        v = tl.load(V + key, mask=there, other=0.0)
-        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale2 - level[:, None])
-        if MASKED:
-            ago = (position + m)[:, None] - (s + n)[None, :]
-            p = tl.where((ago >= 0) & (ago < window) if WINDOW else ago >= 0, p, 0.0)
-        change = p * (tl.dot(g, tl.trans(v)) - pull[:, None])
-        acc = tl.dot(change.to(k.dtype), k, acc)
-    return acc
 
 
 @triton.jit
