@@ -325,7 +325,8 @@ def _rotate(
     tl.store(V + place + (head - H - J) * head_stride + HALF + at, b, mask=of_value)
     x, y = a.to(tl.float32), b.to(tl.float32)
     if NORM:
-        w, z = _norm_weights(q_norm, k_norm, at, head, of_query, of_key, HALF)
+        w = _norm_weight(q_norm, k_norm, at + 0 * head, of_query, of_key)
+        z = _norm_weight(q_norm, k_norm, at + 0 * head + HALF, of_query, of_key)
         inverse = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + epsilon)[:, None]
         x = (x * inverse * w).to(kind).to(tl.float32)
         y = (y * inverse * z).to(kind).to(tl.float32)
@@ -338,13 +339,9 @@ def _rotate(
 
 
 @triton.jit
-def _norm_weights(q_norm, k_norm, at, head, of_query, of_key, HALF: constexpr):
-    """The norm's weights for both halves of each head."""
-    w = _load(q_norm + at + 0 * head, of_query)
-    w += _load(k_norm + at + 0 * head, of_key)
-    z = _load(q_norm + HALF + at + 0 * head, of_query)
-    z += _load(k_norm + HALF + at + 0 * head, of_key)
-    return w, z
+def _norm_weight(q_norm, k_norm, at, of_query, of_key):
+    """The norm's weight at the numbers `at` of each head."""
+    return _load(q_norm + at, of_query) + _load(k_norm + at, of_key)
 
 
 @triton.jit
@@ -358,7 +355,8 @@ def _rotate_backward(
     queries, keys, values = head < H, (head >= H) & (head < H + J), (head >= H + J) & (head < H + 2 * J)
     lower, upper = tl.zeros([HP, HALF], tl.float32), tl.zeros([HP, HALF], tl.float32)
     if NORM:
-        w, z = _norm_weights(q_norm, k_norm, at, head, queries, keys, HALF)
+        w = _norm_weight(q_norm, k_norm, at + 0 * head, queries, keys)
+        z = _norm_weight(q_norm, k_norm, at + 0 * head + HALF, queries, keys)
     first = tl.program_id(0) * rows
     for token in range(first, tl.minimum(first + rows, tokens)):
         token = tl.cast(token, tl.int64)
