@@ -64,7 +64,7 @@ def test_short_chunks_attend_together_unless_most_of_that_is_padding(policy: Pol
     def num_alone(*of: tuple[int, int, int]) -> int:
         """Of these chunks (row, start, size), those that attend by themselves. All attend to what they should."""
         chunks = [Chunk(row, start, start + size, words(start + size)) for row, start, size in of]
-        arena = Arena(policy, 10**6, 8)
+        arena = Arena(policy, 10**6)
         arena.reserve(16, 500)
         arena.keys.normal_(), arena.values.normal_()
         inputs = [torch.randn(sum(c.size for c in chunks), n, width) for n in (heads, of_keys, of_keys)]

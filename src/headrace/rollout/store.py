@@ -41,9 +41,9 @@ Cache = tuple[Tensor, Tensor]  # keys [L, R, J, D, T] and values [L, R, J, T, D]
 class Arena:
     """Keys and values of every layer. Rows and length grow as the running sequences need."""
 
-    def __init__(self, policy: Policy, budget_tokens: int, granule_tokens: int) -> None:
+    def __init__(self, policy: Policy, budget_tokens: int) -> None:
         self._budget_tokens = budget_tokens
-        self._granule_tokens = granule_tokens  # `capacity` is a multiple of it
+        self._granule_tokens = TILE if policy.exact else 8  # `capacity` is a multiple of it
         self.num_rows = self.capacity = 0
         empty = partial(torch.empty, dtype=policy.dtype, device=policy.device)
         self.keys = empty(policy.num_layers, 0, policy.num_kv_heads, policy.head_size, 0)
@@ -210,8 +210,7 @@ class RowStore:
 
     def __init__(self, policy: Policy, kv_tokens: int, running: Rows) -> None:
         self._policy, self._kv_tokens, self._running = policy, kv_tokens, running
-        arena = partial(Arena, policy, granule_tokens=TILE if policy.exact else 8)
-        self._arena, self._staging = arena(kv_tokens), arena(2**62)
+        self._arena, self._staging = Arena(policy, kv_tokens), Arena(policy, 2**62)
         self._free = list(range(4 * STAGING_ROWS))
         self._kept_tokens = 0  # in caches that `keep` made
 
