@@ -294,9 +294,8 @@ class _RotateHeads(torch.autograd.Function):
         grad = torch.empty_like(qkv)
         q_norm, k_norm = heads.norms or (qkv, qkv)
         rows = triton.cdiv(tokens, PROGRAMS)
-        programs = triton.cdiv(tokens, rows)
-        partial = torch.empty(programs, 2, heads.size, dtype=torch.float32, device=qkv.device)
-        _rotate_backward[(programs,)](
+        partial = qkv.new_empty(triton.cdiv(tokens, rows), 2, heads.size, dtype=torch.float32)
+        _rotate_backward[(len(partial),)](
             qkv, q_norm, k_norm, cos, sin, grad_q.contiguous(), grad_k.contiguous(),
             grad_v.contiguous(), grad, partial, heads.epsilon, tokens, rows, **heads.sizes, num_warps=8,
         )  # fmt: skip
