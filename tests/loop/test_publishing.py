@@ -18,7 +18,7 @@ from headrace.measured import PublishTimes, StageClock
 from headrace.place.inline import InlineReply
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
-from headrace.publish.encoding import Encoder, Encoding
+from headrace.publish.encoding import Encoder
 from headrace.publish.publisher import Publisher, Subscriber
 from headrace.types import Ticket
 
@@ -37,7 +37,7 @@ class Served:
 class Rank(Served):
     """Its weights of a version are those of the first, and the version on top."""
 
-    def __init__(self, encoding: Encoding = "full", directory: Path | None = None) -> None:
+    def __init__(self, encoding: str = "full", directory: Path | None = None) -> None:
         end = CollectiveSender() if directory is None else DiskSender(directory)
         self.publisher = Publisher(Encoder(encoding), end)
         self.num_offers = 0
@@ -91,7 +91,7 @@ class Receiver(Served):
 
 
 class World:
-    def __init__(self, encoding: Encoding = "full", directory: Path | None = None) -> None:
+    def __init__(self, encoding: str = "full", directory: Path | None = None) -> None:
         self.rank, by_disk, self.lost = Rank(encoding, directory), directory is not None, list[str]()
         self.workers = [Receiver("a", by_disk), Receiver("b", by_disk)]
         self.brought: list[Future[None]] = []
@@ -183,7 +183,7 @@ def test_where_nobody_can_take_a_version_the_run_is_told_why():
 
 
 @pytest.mark.parametrize("encoding", ["full", "delta"])
-def test_nobody_waits_for_a_late_worker_which_gets_the_newest_version_in_the_end(encoding: Encoding, tmp_path: Path):
+def test_nobody_waits_for_a_late_worker_which_gets_the_newest_version_in_the_end(encoding: str, tmp_path: Path):
     world = World(encoding, tmp_path)
     fast, late = world.workers
     late.gate.clear()

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import numpy as np
 import torch
@@ -32,7 +31,6 @@ BUCKET_BYTES = 64 << 20  # large enough for a network, small enough that a few f
 _ROW_WORDS = 4096
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed number: torch has no uint64 sums
 
-Encoding = Literal["full", "delta", "adapter"]
 Named = Iterable[tuple[str, Tensor]]
 Changes = dict[str, tuple[Tensor, Tensor]]  # by tensor: places that changed, and their new bits
 
@@ -40,7 +38,7 @@ Changes = dict[str, tuple[Tensor, Tensor]]  # by tensor: places that changed, an
 class Encoder:
     """Makes payloads, in CPU memory. For deltas it keeps a copy of the committed weights there."""
 
-    def __init__(self, kind: Encoding, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, kind: str, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self.kind, self._bucket_bytes = kind, bucket_bytes
         self.version: int | None = None  # the committed one
         self._held: dict[str, Tensor] = {}  # for deltas: weights of the committed version, or of the first
@@ -172,7 +170,7 @@ class Manifest:
 
     version: int
     base: int | None  # the version that a receiver must have; None if any will do
-    encoding: Encoding
+    encoding: str  # full, delta or adapter
     tensors: tuple[TensorSpec, ...]
     sizes: tuple[int, ...]  # bytes of each bucket
     checksums: tuple[int, ...]
@@ -222,7 +220,7 @@ class BucketWriter:
                 self._free[: len(part)].copy_(part)
                 self._free = self._free[len(part) :]
 
-    def payload(self, version: int, base: int | None, encoding: Encoding) -> Payload:
+    def payload(self, version: int, base: int | None, encoding: str) -> Payload:
         buckets = tuple(self._buckets)
         if free := len(self._free):  # give the unused memory back
             buckets = (*buckets[:-1], buckets[-1][:-free].clone())
