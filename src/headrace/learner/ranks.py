@@ -1,6 +1,6 @@
 """The ranks of the learner as one, for the loop: groups become micro-batches, shared by all."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -14,6 +14,7 @@ from headrace.errors import LearnerLostError, ModelError, WorkerLostError
 from headrace.learner.batch import Packer, balanced, split
 from headrace.learner.credit import credits, token_rewards
 from headrace.learner.objective import kl, users_function
+from headrace.learner.tree import paths_of
 from headrace.measured import Mismatch, PolicyFacts, StepStats
 from headrace.roles import Cluster, R, Reply, Trainer, Worker
 from headrace.types import Example, FloatArray, Group, IntArray, Item, Trajectory
@@ -179,7 +180,8 @@ def teacher_logprobs(spec: str, group: Group) -> list[FloatArray]:
     an episode, and returns log-probs of their tokens. That of a first token does not matter.
     """
     answers = group.trajectories
-    paths = [(i, path) for i, t in enumerate(answers) for path in _paths(t)]
+    ranges = [(i, path) for i, t in enumerate(answers) for path in paths_of(t)]
+    paths = [(i, np.concatenate([np.arange(a, b) for a, b in path])) for i, path in ranges]
     found = [np.full(len(t.token_ids), np.nan, np.float32) for t in answers]
     try:
         ask = users_function("learner.teacher", spec)
@@ -193,9 +195,3 @@ def teacher_logprobs(spec: str, group: Group) -> list[FloatArray]:
         needed = "must return a log-prob for each token of each sequence"
         raise ModelError(f"learner.teacher = '{spec}' {needed}:\n{short_traceback(error)}") from error
     return sampled
-
-
-def _paths(t: Trajectory) -> Iterator[IntArray]:
-    """For each branch the tokens from the root to its end."""
-    for end in (*(segment.start - 1 for segment in t.segments), len(t.token_ids) - 1):
-        yield np.concatenate([np.arange(*part, dtype=np.int32) for part in t.ranges(end)])

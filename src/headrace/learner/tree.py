@@ -60,7 +60,7 @@ class Forest:
             self.add(trajectory)
 
     def add(self, trajectory: Trajectory) -> None:
-        t, first, paths = trajectory, self._num_given, _paths(trajectory)
+        t, first, paths = trajectory, self._num_given, paths_of(trajectory)
         key, sampled, forks = key_of(t), t.sampled.tobytes(), bytearray(len(t.sampled))
         width = len(key) // len(sampled)
         for segment in t.segments:
@@ -121,7 +121,7 @@ def key_of(t: Trajectory, most: int | None = None) -> bytes:
     return np.hstack([ids[:, None].view(np.uint8), routes.view(np.uint8)]).tobytes()
 
 
-def _paths(t: Trajectory) -> list[list[tuple[int, int]]]:
+def paths_of(t: Trajectory) -> list[list[tuple[int, int]]]:
     """Ranges of tokens from a root to the end of each segment."""
     num_tokens, branches = len(t.token_ids), [(s.start, s.after) for s in t.segments]
     ends = [*(start for start, _ in branches if start), num_tokens]
