@@ -198,8 +198,8 @@ def _query_rows(head_size: int, dtype: torch.dtype, threads: int) -> int:
     raise not_exact(f": on this machine attention with heads of size {head_size} {why}")
 
 
-def tiled(num_tokens: int) -> int:
-    return -(-num_tokens // TILE) * TILE
+def tiled(num_tokens: int, tile: int = TILE) -> int:
+    return -(-num_tokens // tile) * tile
 
 
 class RectangleAttention(torch.autograd.Function):

@@ -43,7 +43,7 @@ class Arena:
 
     def __init__(self, policy: Policy, budget_tokens: int) -> None:
         self._budget_tokens = budget_tokens
-        self._granule_tokens = TILE if policy.exact else 8  # `capacity` is a multiple of it
+        self._tile = TILE if policy.exact else 8  # `capacity` is a multiple of it
         self.num_rows = self.capacity = 0
         empty = partial(torch.empty, dtype=policy.dtype, device=policy.device)
         self.keys = empty(policy.num_layers, 0, policy.num_kv_heads, policy.head_size, 0)
@@ -57,11 +57,11 @@ class Arena:
         rows, capacity = self.num_rows, self.capacity
         if num_tokens > capacity:
             wanted = min(most_tokens, max(num_tokens, 2 * capacity, GROWTH_TOKENS))
-            capacity = self._in_granules(max(wanted, capacity + capacity // 8))  # next turns are longer
+            capacity = tiled(max(wanted, capacity + capacity // 8), self._tile)  # next turns are longer
         if num_rows > rows:  # each growth copies all
             rows = max(num_rows, min(rows + rows // 4, self._budget_tokens // capacity))
         if rows * capacity > self._budget_tokens:  # free what only earlier sequences needed
-            rows, capacity = num_rows, min(capacity, self._in_granules(most_tokens))
+            rows, capacity = num_rows, min(capacity, tiled(most_tokens, self._tile))
         keys, values = self.rows(0, min(rows, self.num_rows), min(capacity, self.capacity))
         (layers, _, heads, size, _), (*_, value_size) = self.keys.shape, self.values.shape
         # not `empty`: masked positions are multiplied by zero, and 0 * NaN is NaN
@@ -80,9 +80,6 @@ class Arena:
         """These rows begin with `cache`, of one row or of each."""
         for mine, theirs in zip(self.rows(start, end, cache[0].shape[-1]), cache, strict=True):
             mine.copy_(theirs)
-
-    def _in_granules(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._granule_tokens) * self._granule_tokens
 
 
 @dataclass(frozen=True, slots=True)
