@@ -44,6 +44,7 @@ class EngineCounts:
     accepted_tokens: int = 0
     prompt_tokens: int = 0  # of prompts that were started
     cached_tokens: int = 0  # of those, served from the cache of an earlier turn
+    limit_s: float = 0.0  # that decoding takes at the GPU's limit, reading weights and caches from memory
 
     def __add__(self, other: "EngineCounts") -> "EngineCounts":
         return EngineCounts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -108,6 +109,7 @@ class StepStats:
     clipped_share: float
     mismatch: Mismatch
     value_loss: float = 0.0
+    limit_s: float = 0.0  # that forward and backward passes of a rank take at its GPU's limit of computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,14 @@ class Row:
     )
     stage_s: StageTimes
     publish_bytes: int = _metric("publish/bytes", "bytes of new weights", "bytes", exported="publish_bytes_total")
+    mfu: float | None = _metric(
+        "learner/mfu", "of training: operations of its passes over what the GPU can do in that time", default=None
+    )
+    bandwidth_share: float | None = _metric(
+        "engine/bandwidth_share",
+        "bytes that decoding reads over what the GPU's memory gives while engines are busy",
+        default=None,
+    )
     score: float | None = _metric(
         "eval/score", "held-out score, on the steps that evaluate", exported="held_out_score", default=None
     )

@@ -33,7 +33,7 @@ class Accelerator(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf
     number_bytes: PositiveInt = 2  # of a weight: 2 is bfloat16, 4 float32
 
 
-BUILT_IN = Path(__file__).with_name("hardware.toml")
+BUILT_IN = Path(__file__).parents[1] / "hardware.toml"
 
 
 def find_device(name: str, hardware: Mapping[str, Accelerator] | None = None) -> Accelerator:

@@ -62,6 +62,7 @@ class Learner:
             policy.checkpoint_activations()
         self._optimizer = Optimizer(policy.held(), section, sharding)
         self._critic = Critic(policy, section, sharding) if section.advantage == "gae" else None
+        self._limit_s = 0.0  # see `StepStats`
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint stores: master weights and moments, as DTensors with a sharding."""
@@ -161,6 +162,7 @@ class Learner:
             loss, clipped, divergence, critic = objective(self.section, batch, passed, constant_length=length)
             self._optimizer.make_room()
             loss.backward()
+        self._limit_s += 3 * self.policy.pass_s(batch.plan)
         parts = (loss.detach(), passed[0].detach().sum(), clipped.sum(), divergence.sum(), critic.sum())
         sums = torch.stack([part.double() for part in parts])
         return torch.cat([sums, mismatch_sums(passed[0], batch.behaviour)])
@@ -185,7 +187,8 @@ class Learner:
                 updates.append(self._update())
             stats = mean_of(updates, mismatch)
         self.step_index += 1
-        return stats
+        limit_s, self._limit_s = self._limit_s, 0.0
+        return replace(stats, limit_s=limit_s)
 
     @torch.no_grad()
     def _from_start(self, items: Sequence[Item]) -> tuple[list[Item], Mismatch]:

@@ -117,6 +117,11 @@ class PackedPlan:
         tensors = [torch.from_numpy(x).to(self._device) for x in (pad, np.concatenate(keys), unpad)]
         return shapes, tensors[0], tensors[1], tensors[2]
 
+    @property
+    def num_pairs(self) -> float:
+        """Of a token and one that it sees."""
+        return sum(n * (depth + (n + 1) / 2) for n, depth in zip(self.lengths, self._depths, strict=True))
+
     def before(self, hidden_TE: Tensor, at: Tensor) -> Tensor:
         """The hidden states of the tokens before those at `at`: what predicts them."""
         return _rows(hidden_TE, self._previous[at])

@@ -29,6 +29,7 @@ from headrace.policy.exact import EVEN, ExactBody, check_rows, not_exact, use_ba
 from headrace.policy.exact import linear as exact_linear
 from headrace.policy.family import FAMILY, FamilyBody, in_family
 from headrace.policy.hub import located
+from headrace.policy.limits import limits
 from headrace.policy.probe import check_same, check_same_bits, check_weights, refuse_unsupported, refusing
 from headrace.policy.routes import Routers, Routes
 from headrace.policy.shards import R, Shards
@@ -158,6 +159,20 @@ class Policy:
 
     def _gathered_for(self, compute: Callable[[], R]) -> R:
         return compute() if self.shards is None else self.shards.gathered_for(compute)
+
+    def pass_s(self, plan: PackedPlan) -> float:
+        """Seconds that a forward pass of the packed tokens would take at the device's limit."""
+        weights = 2 * self.active_weights * sum(plan.lengths)
+        attention = 4 * self.num_layers * self.num_heads * self.head_size * plan.num_pairs
+        return (weights + attention) / limits(self.device)[0]
+
+    @cached_property
+    def active_weights(self) -> float:
+        """Those that a token uses; of a mixture's experts, which lie in tensors of three dimensions, some."""
+        share = self.routers.shape[1] / max(1, self.routers.num_experts)
+        sizes = ((p.numel(), share if p.ndim == 3 and share else 1.0) for p in self.model.parameters())
+        found: float = sum(size * part for size, part in sizes)
+        return found
 
     def frozen_copy(self) -> Policy:
         shards = None if self.shards is None else self.shards.frozen_copy()

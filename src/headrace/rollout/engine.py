@@ -21,6 +21,7 @@ import torch
 from headrace import kernels
 from headrace.errors import ConfigError, ModelError
 from headrace.measured import EngineCounts
+from headrace.policy.limits import limits
 from headrace.policy.policy import Policy
 from headrace.rollout.draft import Drafter
 from headrace.rollout.rows import Burst, Generation, Request, Rows, RowSequence
@@ -79,6 +80,8 @@ class Engine:
         self.computed_tokens = 0  # prompts and answers in total: progress
         self.preemptions = 0  # sequences preempted because the cache was full
         self.parks = 0  # sequences preempted at `max_wall_s`
+        self.limit_s = 0.0  # of decoding, see `EngineCounts`
+        self._weight_bytes = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
         self.prompt_tokens = self.cached_tokens = 0  # of prompts, and of those served from cache
         if speculate and policy.exact and policy.device.type != "cuda":
@@ -286,6 +289,8 @@ class Engine:
         """Up to `wanted` decode steps, or one that verifies drafts. Returns the number."""
         while not (steps := self._room_for(wanted)):
             self._make_room()
+        read_bytes = self._weight_bytes + kv_bytes_per_token(self.policy) * int(self._rows.lengths.sum())
+        self.limit_s += steps * read_bytes / limits(self.policy.device)[1]
         drafts, rows = None, self._rows
         if self._drafter is not None and not any(s.request.sampling.grammar for s in rows.sequences):
             drafts = self._drafter.propose(rows, steps)
