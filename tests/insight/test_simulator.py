@@ -101,7 +101,7 @@ def test_fully_asynchronous_is_the_slowest_side(reward_s: float, reference_s: fl
     run = simulate(work, one, max_lag=8, steps=40)
     times = StageTimes(rollout=ROLLOUT_S, reward=reward_s, reference=reference_s, train=train_s, publish=publish_s)
     assert run.step_s == pytest.approx(step_s(times, Placement.ASYNCHRONOUS), rel=0.01)
-    assert run.learner_busy == pytest.approx((reference_s + train_s) / run.step_s, rel=0.1)
+    assert 1 - run.learner_idle == pytest.approx((reference_s + train_s) / run.step_s, rel=0.1)
 
 
 def test_with_one_version_of_lag_a_batch_is_generated_while_another_is_trained_on():
@@ -189,9 +189,9 @@ def test_any_machine_keeps_the_promises(
     assert len(run.steps) == 4
     assert run.lag_max <= max_lag
     assert off_balance(run) <= len(run.dropped_tokens) + 2
-    assert 0 <= run.rollout_busy <= 1 + 1e-9
-    assert 0 <= run.learner_busy <= 1
-    assert 0 <= run.reward_busy <= 1
+    assert -1e-9 <= run.rollout_idle <= 1
+    assert 0 <= run.learner_idle <= 1
+    assert 0 <= run.reward_idle <= 1
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():

@@ -227,13 +227,6 @@ def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Seq
 def _plain(one: Simulated) -> dict[str, Any]:
     same = ["max_lag", "step_s", "stage_s", "lag_mean", "lag_max", "lag_shares", "useful_share"]
     same += [f"{state}_tokens" for state in ("generated", "trained", "dropped", "buffered", "in_flight")]
-    return {name: getattr(one, name) for name in same} | {
-        "steps": len(one.steps),
-        "step_p50_s": one.step_p50_s,
-        "step_p95_s": one.step_p95_s,
-        "goodput_tokens_s": one.goodput,
-        "rollout_idle": 1 - one.rollout_busy,
-        "learner_idle": 1 - one.learner_busy,
-        "reward_idle": None if math.isnan(one.reward_busy) else 1 - one.reward_busy,
-        "failures": one.num_failures,
-    }
+    same += ["step_p50_s", "step_p95_s", "rollout_idle", "learner_idle", "reward_idle"]
+    known = {name: getattr(one, name) for name in same} | {"steps": len(one.steps)}
+    return known | {"goodput_tokens_s": one.goodput, "failures": one.num_failures}

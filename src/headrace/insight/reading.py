@@ -148,9 +148,9 @@ class Reading:
         wanted = ("ratio_outside", "effective_samples")
         self.ratio_outside, self.effective_samples = (tables.mean(rows.column(name)) for name in wanted)
         self.preemptions = int(np.nansum(rows.column("preemptions")))
-        decided = self.trained_tokens + sum(self.dropped_tokens.values())
         self.goodput_tokens_per_s = self.trained_tokens / self.wall_s if self.wall_s else None
-        self.useful_share = self.trained_tokens / decided if decided else None  # of tokens whose fate was decided
+        self.decided_tokens = self.trained_tokens + sum(self.dropped_tokens.values())
+        self.useful_share = self.trained_tokens / self.decided_tokens if self.decided_tokens else None
 
 
 read = Reading  # by the name that the guides have

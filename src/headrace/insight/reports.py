@@ -80,8 +80,7 @@ def _stage_table(reading: Reading) -> Table:
 
 def _losses(reading: Reading) -> Iterator[str]:
     dropped = sorted(reading.dropped_tokens.items(), key=lambda kept: -kept[1])
-    decided = reading.trained_tokens + sum(reading.dropped_tokens.values())
-    if reading.useful_share is not None:
+    if decided := reading.decided_tokens:
         listed = ", ".join(f"{tokens / decided:.1%} {reason}" for reason, tokens in dropped)
         yield f"{reading.useful_share:.1%} of the tokens were trained on; dropped: {listed or 'none'}."
     if (stages := reading.occupancy) is not None:
@@ -188,9 +187,9 @@ def simulation_report(work: Workload, machine: Machine, layout: Layout, found: S
         facts.append(("failures", f"{count(num_failures, 'rollout worker')} died and came back"))
     rows = []
     for one in found:
-        idle = [max(0.0, 1 - busy) for busy in (one.rollout_busy, one.learner_busy)]
+        idle = [max(0.0, share) for share in (one.rollout_idle, one.learner_idle)]
         idle = [max(0.0, sum(idle) - 1)] if layout.turns else idle
-        shares = (percent(share) for share in (*idle, 1 - one.reward_busy))
+        shares = (percent(share) for share in (*idle, one.reward_idle))
         speed = (seconds(one.step_s, 4), seconds(one.step_p95_s, 4), f"{one.goodput:,.0f}")
         health = (f"{one.lag_mean:.2f}/{one.lag_max}", percent(one.useful_share, 1))
         rows.append((str(one.max_lag), *speed, *shares, *health))

@@ -49,11 +49,12 @@ class Simulated:
             run.dropped[DropReason.REDONE] = run.pool.lost_tokens
         self.max_lag, self.steps, self.wall_s = run.max_lag, tuple(run.steps), wall_s
         # share of its workers' seconds; colocated, it and the learner share one device
-        self.rollout_busy = sum(engine.busy_s for engine in engines) / (wall_s * len(engines))
-        self.learner_busy = sum(step.stage_s.reference + step.stage_s.train for step in run.steps) / wall_s
+        self.rollout_idle = 1 - sum(engine.busy_s for engine in engines) / (wall_s * len(engines))
+        trained_s = sum(step.stage_s.reference + step.stage_s.train for step in run.steps)
+        self.learner_idle = 1 - trained_s / wall_s
         scored_s = run.scoring_s - sum(max(0.0, free_s - wall_s) for free_s in run.scorers)
-        # so far; NaN where there is a worker for every answer
-        self.reward_busy = scored_s / (wall_s * len(run.scorers)) if run.scorers else math.nan
+        # so far; None where there is a worker for every answer
+        self.reward_idle = 1 - scored_s / (wall_s * len(run.scorers)) if run.scorers else None
         self.generated_tokens = round(sum(engine.sampled for engine in engines))
         self.trained_tokens = sum(step.trained_tokens for step in self.steps)
         self.dropped_tokens = {str(why): round(run.dropped[why]) for why in sorted(run.dropped)}
