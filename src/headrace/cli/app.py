@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import json
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 
 import rich.table
 import typer
+from pydantic_core import to_jsonable_python
 from rich.console import Console, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.text import Text
@@ -199,3 +201,10 @@ class Paper:
 
     def drawn(self, text: str) -> str:
         return text if self.fine else text.translate(ASCII)
+
+
+def tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(to_jsonable_python(for_programs, fallback=vars, inf_nan_mode="null"), indent=1))
+    else:
+        Paper().report(report)

@@ -8,10 +8,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic_core import to_jsonable_python
 from typer import Argument, Option
 
-from headrace.cli.app import Json, Paper, RunDir, Settings, app, settings_from
+from headrace.cli.app import Json, RunDir, Settings, app, settings_from, tell
 from headrace.errors import ConfigError
 from headrace.insight.hardware import find_device, model_shape, read_hardware
 from headrace.insight.planner import Question, plan, search
@@ -22,7 +21,6 @@ from headrace.insight.simulator import Simulated, simulate
 from headrace.insight.triage import ADVICE, Placement, Triage, TypedTriage, others_that_fit, triage, triage_typed
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import STAGES, StageTimes
-from headrace.runs.report import Report
 
 Seconds = Annotated[float | None, Option(min=0.0, help="seconds a step")]
 Placed = Annotated[Placement, Option(help="of typed times: what may run at the same time")]
@@ -50,7 +48,7 @@ def triage_command(
         raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
     times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
     found = triage_typed(times, placement) if run is None else triage(run, last_steps=last_steps)
-    _tell(triage_report(found), triage_json(found), as_json)
+    tell(triage_report(found), triage_json(found), as_json)
 
 
 @app.command()
@@ -119,7 +117,7 @@ def plan_command(
         "plans": [vars(plan) | {"wall": plan.bottleneck} for plan in found],
         "others": [other.name for other in others],
     }
-    _tell(plan_report(question, found), for_programs, as_json)
+    tell(plan_report(question, found), for_programs, as_json)
 
 
 @app.command("simulate")
@@ -182,7 +180,7 @@ def simulate_command(
     machine = replace(machine, worker_mtbf_s=mtbf_s or math.inf, repair_s=repair_s)
     found = [simulate(work, machine, max_lag=lag, steps=steps, seed=seed) for lag in wanted]
     told = simulation_report(work, machine, layout, found)
-    _tell(told, simulation_json(work, machine, layout, found), as_json)
+    tell(told, simulation_json(work, machine, layout, found), as_json)
 
 
 def _gpus(text: str, default: str | None = None) -> tuple[int, str]:
@@ -190,13 +188,6 @@ def _gpus(text: str, default: str | None = None) -> tuple[int, str]:
     if found is None or int(found[1]) < 1 or (found[2] or default) is None:
         raise ConfigError(f"--gpus {text}: write how many of which, such as 8xH100")
     return int(found[1]), found[2] or default or ""
-
-
-def _tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(to_jsonable_python(for_programs, fallback=vars), indent=1))
-    else:
-        Paper().report(report)
 
 
 def triage_json(found: Triage | TypedTriage) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The commands that show what runs left, hold runs against each other, and make runs for it."""
 
 import itertools
-import json
 import shlex
 import subprocess
 import sys
@@ -10,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
-from pydantic_core import to_jsonable_python
 from rich.text import Text
 from typer import Argument, Exit, Option
 
-from headrace.cli.app import Json, Paper, RunDir, app, settings_from
+from headrace.cli.app import Json, Paper, RunDir, app, settings_from, tell
 from headrace.config import Config
 from headrace.config_file import changed, rooted, values
 from headrace.dashboard.site import serve
@@ -101,10 +99,7 @@ def compare_command(
 ) -> None:
     """Compare the held-out scores of runs at equal cost; runs that differ in their seeds alone count as one."""
     report, cost, sides = compare(runs, at)
-    if as_json:
-        print(json.dumps(to_jsonable_python({"at": at, "cost": cost, "sides": sides}, inf_nan_mode="null")))
-    else:
-        Paper().report(report)
+    tell(report, {"at": at, "cost": cost, "sides": sides}, as_json)
 
 
 @app.command()
