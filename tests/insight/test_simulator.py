@@ -150,7 +150,7 @@ def test_lag_is_bounded_and_the_books_balance(max_lag: int):
     assert run.dropped_tokens["redone"]
     assert off_balance(run) <= len(run.dropped_tokens) + 2  # each is rounded
     assert len(run.steps) == 15
-    assert min(step.trained_tokens for step in run.steps) > 0
+    assert min(step.lags.total() for step in run.steps) > 0
 
 
 @settings(max_examples=25, deadline=None)
@@ -214,7 +214,7 @@ def test_groups_without_signal_are_dropped_and_replaced():
     run = simulate(replace(WORK, no_signal_share=0.5), machine(), max_lag=1, steps=40)
     assert run.dropped_tokens.keys() == {"no_signal"}
     assert run.useful_share == pytest.approx(0.5, abs=0.1)
-    assert {step.trained_tokens for step in run.steps} == {STEP_TOKENS}
+    assert {step.lags.total() for step in run.steps} == {STEP_TOKENS}
 
 
 def test_answers_that_come_with_the_end_are_left_out_quietly(caplog: pytest.LogCaptureFixture):

@@ -9,7 +9,6 @@ import asyncio
 import heapq
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -31,8 +30,7 @@ class SimulatedStep:
 
     wall_s: float
     stage_s: StageTimes
-    trained_tokens: int
-    lags: Mapping[int, int]  # trained tokens by lag
+    lags: Counter[int]  # trained tokens by lag
 
 
 class Simulated:
@@ -56,7 +54,7 @@ class Simulated:
         # so far; None where there is a worker for every answer
         self.reward_idle = 1 - scored_s / (wall_s * len(run.scorers)) if run.scorers else None
         self.generated_tokens = round(sum(engine.sampled for engine in engines))
-        self.trained_tokens = sum(step.trained_tokens for step in self.steps)
+        self.trained_tokens = sum(step.lags.total() for step in self.steps)
         self.dropped_tokens = {str(why): round(run.dropped[why]) for why in sorted(run.dropped)}
         self.buffered_tokens = sum(group.num_sampled_tokens for group in run.buffer.buffered)
         self.in_flight_tokens, self.num_failures = round(in_flight), run.pool.num_failures
@@ -69,8 +67,8 @@ class Simulated:
         self.step_p50_s, self.step_p95_s = np.quantile(counted_s, (0.5, 0.95)).tolist()
         of = {stage: [getattr(step.stage_s, stage) for step in counted] for stage in STAGES}
         self.stage_s = StageTimes(**{stage: float(np.mean(taken)) for stage, taken in of.items()})
-        self.goodput = sum(step.trained_tokens for step in counted) / sum(counted_s)
-        tokens = sum((Counter(step.lags) for step in counted), Counter[int]())
+        tokens = sum((step.lags for step in counted), Counter[int]())
+        self.goodput = tokens.total() / sum(counted_s)
         self.lag_shares = {lag: tokens[lag] / tokens.total() for lag in sorted(tokens)}
         self.lag_mean = sum(lag * share for lag, share in self.lag_shares.items())
 
@@ -90,11 +88,10 @@ class _UnderWay:
 
     serial: int
     lengths: list[int]
-    reward_s: list[float]
+    reward_s: list[float]  # of the answers that are not complete
     has_signal: bool
     parts: list[GroupPart]
     version: int = -1  # of the first token; -1 before
-    num_left: int = 0  # answers that are not complete
     done_tokens: int = 0  # of those that are
     scored_s: float = 0.0  # when the last verdict so far is there
 
@@ -165,7 +162,7 @@ class _Simulation:
                 lengths = [min(int(n), work.max_new_tokens or int(n)) for n in drawn]
                 seconds = work.reward_s.draw(self._rng, work.samples).tolist()
                 has_signal = self._rng.random() >= work.no_signal_share
-                group = _UnderWay(serial, lengths, seconds, has_signal, [], num_left=work.samples)
+                group = _UnderWay(serial, lengths, seconds, has_signal, [])
                 self._running[serial] = group
                 self._none_running.clear()
                 group.parts = self.pool.submit(group, lengths)
@@ -177,9 +174,8 @@ class _Simulation:
 
     def _on_end(self, group: _UnderWay, length: int) -> None:
         """An answer is complete: first come, first scored, whatever its group does."""
-        group.num_left -= 1
         group.done_tokens += length
-        played_s, seconds = self.loop.time() + self.workload.environment_s, group.reward_s[group.num_left]
+        played_s, seconds = self.loop.time() + self.workload.environment_s, group.reward_s.pop()
         end_s = played_s + seconds
         if self.scorers and seconds:  # a verdict that is known already needs no worker
             end_s = max(played_s, self.scorers[0]) + seconds
@@ -188,7 +184,7 @@ class _Simulation:
             self._spans.append(StageSpan(stage="reward", start_s=played_s, end_s=end_s))
         self.scoring_s += seconds
         group.scored_s = max(group.scored_s, end_s)
-        if not group.num_left:
+        if not group.reward_s:
             self.loop.call_at(group.scored_s, lambda: self._put(group))
 
     def _put(self, group: _UnderWay) -> None:
@@ -309,8 +305,6 @@ class _Simulation:
             lags[group.lag(self.version - 1)] += group.num_sampled_tokens
         busy, rollout_s = busy_s(self._spans, self._booked_s, now_s), self.pool.active_s
         stage_s = StageTimes(**busy, rollout=rollout_s - self._booked_rollout_s)
-        wall_s, tokens = now_s - self._booked_s, lags.total()
-        step = SimulatedStep(wall_s=wall_s, stage_s=stage_s, trained_tokens=tokens, lags=dict(lags))
-        self.steps.append(step)
+        self.steps.append(SimulatedStep(wall_s=now_s - self._booked_s, stage_s=stage_s, lags=lags))
         self._spans = [span for span in self._spans if span.end_s > now_s]
         self._booked_s, self._booked_rollout_s = now_s, rollout_s
