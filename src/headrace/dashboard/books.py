@@ -24,7 +24,6 @@ from headrace.runs import show
 from headrace.runs.columns import Ints, Numbers, RowColumns, mean, one, query, read_spans, reading, union
 from headrace.runs.facts import UnknownNameError
 from headrace.runs.report import count, or_dash
-from headrace.runs.show import TokenTexts
 from headrace.types import Trajectory
 
 Points = list[tuple[float, float | None]]
@@ -273,12 +272,10 @@ class Page:
         self.places = [line[0] for line in found]  # in the list of all
         self.has_newer, self.has_older = more if backwards else older is not None, backwards or more
         self.rows: list[tuple[str, ...]] = []  # under PAGE_COLUMNS
-        for _, id, reward, num_tokens, state, reason, step, lag, finish in found:
-            known = ("" if number is None else str(number) for number in (step, lag))
+        for _, id, reward, num_tokens, fate, step, lag, finish in found:
             text = " ".join(texts.get(id, "(not kept)").split())
             text = text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
-            fate = f"dropped: {reason}" if reason else state
-            self.rows.append((id, or_dash(reward, "g"), f"{num_tokens:,}", fate, *known, finish or "-", text))
+            self.rows.append((id, or_dash(reward, "g"), f"{num_tokens:,}", fate, step, lag, finish, text))
 
 
 class Answer:
@@ -326,7 +323,7 @@ class GroupAnswers:
 
 def _asked(
     run_dir: Path, prompt_id: str, whole: Trajectory | None
-) -> tuple[TokenTexts | None, str | None, Mapping[str, str]]:
+) -> tuple[show.TokenTexts | None, str | None, Mapping[str, str]]:
     """The run's tokenizer, the prompt's text and its fields; None for what cannot be had."""
     texts, prompt = None, None
     with suppress(HeadraceError):  # the settings, which say where the tokenizer is, cannot be read

@@ -23,9 +23,11 @@ SELECT MAX(
     COALESCE((SELECT at_s FROM transfers ORDER BY id DESC LIMIT 1), 0)
 );
 
--- a page of answers like this, one way or the other
-SELECT rowid, id, reward, num_tokens, state, drop_reason, trained_step, lag, finish FROM trajectories
-WHERE {} ORDER BY rowid {} LIMIT ?;
+-- a page of answers like this, one way or the other, what is told of them in words
+SELECT rowid, id, reward, num_tokens,
+    IFNULL('dropped: ' || drop_reason, state), CAST(IFNULL(trained_step, '') AS TEXT), CAST(IFNULL(lag, '') AS TEXT),
+    IFNULL(finish, '-')
+FROM trajectories WHERE {} ORDER BY rowid {} LIMIT ?;
 
 -- all answers of a group
 SELECT id, prompt_id, attempt, reward, reward_parts, finish, num_tokens, state, drop_reason, trained_step, lag
