@@ -41,6 +41,7 @@ MOST_ANSWERS = 200_000  # of a longer run the newest
 TAIL_SHARE = 0.05  # of a step's answers: the last ones, that the others have to wait for
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RATE_STEPS = 10  # rates are over these, so that they follow the run without jumping
+_COUNTED = Path(__file__).with_name("reading.sql").read_text(encoding="utf-8")
 Labels = tuple[tuple[str, str], ...]
 Family = tuple[str, str, float | Mapping[Labels, float]]  # name, help, value or values by label
 _ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n", '"': '\\"'})  # of a label
@@ -110,8 +111,8 @@ class Reading:
         read_run(run_dir).readable()
         self.run_dir, self.config = run_dir, run_config(run_dir)
         with reading(run_dir) as connection:
-            counted = "SELECT COUNT(*), COALESCE(MAX(step), 0) FROM rows"
-            self.num_steps, last_step = connection.execute(counted).fetchone()  # that have a row
+            counted = connection.execute(_COUNTED).fetchone()
+            self.num_steps, last_step, self.num_restarts, self.redone_steps, last_rowid = counted
             after = after_step if last_step > after_step else 0
             if last_steps is not None:
                 after = max(after, last_step - last_steps)
@@ -120,12 +121,9 @@ class Reading:
             since_s = float(times["start_s"][0]) if len(times) and after else 0.0
             found = tables.read_trajectories(connection, since_s=since_s, newest=MOST_ANSWERS)
             # if there are very many spans, the last steps only
-            last_rowid = tables.one(connection, "SELECT COALESCE(MAX(id), 0) FROM spans")
             looked_at = times[-max(1, (times["after_rowid"] >= last_rowid - MOST_SPANS).sum()) :]
             after_rowid = int(looked_at["after_rowid"][0]) if len(times) else last_rowid
             spans = tables.read_spans(connection, after_rowid=after_rowid)
-            restarted = "SELECT COUNT(*), COALESCE(SUM(redone_steps), 0) FROM restarts"
-            self.num_restarts, self.redone_steps = connection.execute(restarted).fetchone()
         # those that came to their own end: the others would have been longer
         answers = found[~np.isin(found["finish"], ("", FinishReason.ABORT))]
         tokens, signal, wall_s = rows.column("trained_tokens"), signal_of(answers), rows.column("wall_s")
