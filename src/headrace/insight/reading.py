@@ -41,7 +41,7 @@ MOST_ANSWERS = 200_000  # of a longer run the newest
 TAIL_SHARE = 0.05  # of a step's answers: the last ones, that the others have to wait for
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 RATE_STEPS = 10  # rates are over these, so that they follow the run without jumping
-_COUNTED = Path(__file__).with_name("reading.sql").read_text(encoding="utf-8")
+_COUNTED, _HELD = Path(__file__).with_name("reading.sql").read_text(encoding="utf-8").split(";")
 Labels = tuple[tuple[str, str], ...]
 Family = tuple[str, str, float | Mapping[Labels, float]]  # name, help, value or values by label
 _ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n", '"': '\\"'})  # of a label
@@ -51,7 +51,6 @@ COUNTER_S = 0.001  # a counter is written at most once in this time
 Event = dict[str, Any]
 _RUN = "run"  # the process whose tracks are of the run as a whole
 _STEPS = "steps"  # its one thread
-_HELD = (("in_flight", "trajectories"), ("in_flight", "tokens"), ("buffered", "tokens"))  # counted
 _STEP_NUMBERS = ("reward_mean", "lag_mean", "trained_tokens", "generated_tokens", "num_groups", "loss", "grad_norm")
 
 
@@ -318,15 +317,14 @@ def _run_events(connection: sqlite3.Connection, spans: Columns, restarts: list[R
 
 def _account_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """What is in flight and what is buffered, whenever it changes."""
-    moved = "SUM(((credit = '{0}') - (debit = '{0}')) * {1}) OVER (ORDER BY id)"
-    sums = ", ".join(moved.format(account, unit) for account, unit in _HELD)
-    held, written, last_s, due_s = [0] * len(_HELD), [0] * len(_HELD), 0.0, 0.0
-    found = connection.execute(f"SELECT at_s, {sums} FROM transfers ORDER BY id")
+    found = connection.execute(_HELD)
+    names = [name for name, *_ in found.description[1:]]
+    held, written, last_s, due_s = [0] * len(names), [0] * len(names), 0.0, 0.0
     for at_s, *amounts in chain(found, [(math.inf,)]):
         if at_s >= due_s:  # what changed meanwhile
-            for (account, unit), amount, before in zip(_HELD, held, written, strict=True):
+            for name, amount, before in zip(names, held, written, strict=True):
                 if amount != before:
-                    yield _event(f"{unit} {account.replace('_', ' ')}", "C", last_s, {unit: amount})
+                    yield _event(name, "C", last_s, {name.split()[0]: amount})
             written, due_s = held, at_s + COUNTER_S
         held, last_s = amounts, max(last_s, at_s)
 
