@@ -311,12 +311,11 @@ class GroupAnswers:
         _, self.prompt, self.fields = _asked(run_dir, self.prompt_id, whole)
         several_attempts = len({line[2] for line in found}) > 1
         self.answers: list[tuple[str, dict[str, str], str | None]] = []  # id, facts, text
-        for id, _, attempt, reward, parts, finish, num_tokens, state, reason, step, lag in found:
+        for id, _, attempt, reward, parts, finish, num_tokens, reason, fate in found:
             facts, numbers = {"reward": or_dash(reward, "g")}, json.loads(parts).items()
             facts |= {f"part {name}": f"{value:g}" for name, value in numbers if isinstance(value, int | float)}
-            fate = f"trained in step {step}, lag {lag}" if state == "trained" else state
             fate = f"dropped: {reason}: {show.why_dropped(reason)}" if reason else fate
-            facts |= {"ended by": finish or "-", "length": count(num_tokens, "token"), "fate": fate}
+            facts |= {"ended by": finish, "length": count(num_tokens, "token"), "fate": fate}
             facts |= {"attempt": str(attempt)} if several_attempts else {}
             self.answers.append((id, facts, said.get(id)))
 

@@ -30,7 +30,8 @@ SELECT rowid, id, reward, num_tokens,
 FROM trajectories WHERE {} ORDER BY rowid {} LIMIT ?;
 
 -- all answers of a group
-SELECT id, prompt_id, attempt, reward, reward_parts, finish, num_tokens, state, drop_reason, trained_step, lag
+SELECT id, prompt_id, attempt, reward, reward_parts, IFNULL(finish, '-'), num_tokens, drop_reason,
+    CASE state WHEN 'trained' THEN 'trained in step ' || trained_step || ', lag ' || lag ELSE state END
 FROM trajectories WHERE serial = ? ORDER BY attempt, idx, id;
 
 -- the groups beside one

@@ -24,7 +24,6 @@ EVERY_S = 2.0  # a look into the ledger
 SETTLED_S = 0.25  # without another change: nobody types or drags any more
 _FILES = ("style.css", "page.js", "header.html", "icon.svg", "cells.toml")
 STYLE, SCRIPT, HEADER, ICON, _TEMPLATES = (HERE.with_name(name).read_text(encoding="utf-8") for name in _FILES)
-DARK_COOKIE = "headrace_theme"  # light or dark, if somebody chose
 _CELLS = tomllib.loads(_TEMPLATES)
 MANY_ROWS = 120  # of which only those are drawn that can be seen
 
@@ -32,7 +31,7 @@ MANY_ROWS = 120  # of which only those are drawn that can be seen
 @contextmanager
 def frame(title: str, small: str = "", *, run: str = "", view: str = "trajectories") -> Iterator[None]:
     """A page; if it is about a `run`, with links to its views, of which this one is `view`."""
-    chosen = ui.context.client.request.cookies.get(DARK_COOKIE)
+    chosen = ui.context.client.request.cookies.get("headrace_theme")  # light or dark, if somebody did
     ui.dark_mode({"dark": True, "light": False}.get(chosen))
     ui.colors(primary="#1f78b4")
     ui.page_title(f"{title} · Headrace")
@@ -176,11 +175,11 @@ class Grid:
     """A table whose rows may change; what a reader sorted it by and searched for stays."""
 
     def __init__(self, search: str = "") -> None:
-        typed = ui.input(search).classes("search").props("outlined dense clearable debounce=200") if search else None
+        if search:
+            typed = ui.input(search, on_change=lambda event: self._table.set_filter(event.value or ""))
+            typed.classes("search").props("outlined dense clearable debounce=200")
         self._table = ui.table(rows=[], columns=[]).props("flat dense wrap-cells virtual-scroll-target=body")
         self._table.props("hide-selected-banner no-results-label='Nothing here is like that.'")
-        if typed is not None:
-            typed.on_value_change(lambda event: self._table.set_filter(event.value or ""))
         self._table.add_slot("body-cell-0", _CELLS["link"])
         self._table.set_visibility(False)
         self._instead, self._below = ui.label(""), ui.element("div")
