@@ -45,12 +45,10 @@ _COUNTED, _HELD = Path(__file__).with_name("reading.sql").read_text(encoding="ut
 Labels = tuple[tuple[str, str], ...]
 Family = tuple[str, str, float | Mapping[Labels, float]]  # name, help, value or values by label
 _ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n", '"': '\\"'})  # of a label
-TRACE_FILE = "trace.json"
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
 COUNTER_S = 0.001  # a counter is written at most once in this time
 Event = dict[str, Any]
-_RUN = "run"  # the process whose tracks are of the run as a whole
-_STEPS = "steps"  # its one thread
+_RUN = "run"  # the process whose one track, "steps", is of the run as a whole
 _STEP_NUMBERS = ("reward_mean", "lag_mean", "trained_tokens", "generated_tokens", "num_groups", "loss", "grad_norm")
 
 
@@ -142,8 +140,8 @@ class Reading:
         self.no_signal_share = 1.0 - float(signal.mean()) if len(signal) else None  # of the groups
         self.lag_mean = float(np.average(rows.column("lag_mean"), weights=tokens)) if tokens.sum() else None
         self.lag_max = int(rows.column("lag_max").max()) if tokens.sum() else None
-        wanted = ("ratio_outside", "effective_samples")
-        self.ratio_outside, self.effective_samples = (tables.mean(rows.column(name)) for name in wanted)
+        self.ratio_outside = tables.mean(rows.column("ratio_outside"))
+        self.effective_samples = tables.mean(rows.column("effective_samples"))
         self.preemptions = int(np.nansum(rows.column("preemptions")))
         self.goodput_tokens_per_s = self.trained_tokens / self.wall_s if self.wall_s else None
         self.decided_tokens = self.trained_tokens + sum(self.dropped_tokens.values())
@@ -245,7 +243,7 @@ def _number(value: float) -> str:
 
 def write_trace(run_dir: Path, out: Path | None = None) -> tuple[Path, int]:
     """Write a run's timeline, also while it goes on; returns the file and its number of events."""
-    path = out or run_dir / TRACE_FILE
+    path = out or run_dir / "trace.json"
     if path.is_dir():
         raise RunError(f"cannot write {path}: it is a directory; name a file with --out")
     with reading(run_dir) as connection:
@@ -333,7 +331,7 @@ def _event(name: str, kind: str, at_s: float, args: Event, **more: Any) -> Event
     """An event of the run as a whole; a counter has the values that are known."""
     if kind == "C":
         args = {key: value for key, value in args.items() if value is not None}
-    return {"name": name, "ph": kind, "ts": _us(at_s), "pid": _RUN, "tid": _STEPS, "args": args, **more}
+    return {"name": name, "ph": kind, "ts": _us(at_s), "pid": _RUN, "tid": "steps", "args": args, **more}
 
 
 def _us(at_s: float) -> int:
