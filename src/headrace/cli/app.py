@@ -38,11 +38,11 @@ class Commands(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """~ is the home directory, also where a shell leaves it: `--out=~/file`."""
-        parts = [word.rpartition("=") if word.startswith("--") else ("", "", word) for word in args]
-        told = [
-            (option + equals, value if "\0" in value else os.path.expanduser(value)) for option, equals, value in parts
-        ]
-        return super().parse_args(ctx, [option + value for option, value in told])
+        told = []
+        for word in args:
+            option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+            told.append(option + equals + (value if "\0" in value else os.path.expanduser(value)))
+        return super().parse_args(ctx, told)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         try:
