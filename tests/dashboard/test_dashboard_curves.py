@@ -37,7 +37,7 @@ def test_every_number_of_a_row_has_one_curve():
 def test_a_curve_is_drawn_or_says_why_it_is_not(series: Series):
     by_title = {curve.title: curve for group in metric_curves().values() for curve in group}
     options, _ = by_title["Entropy"].drawn(series, Look())
-    assert options["series"][0]["data"] == [[1, 1.0], [2, 0.5], [3, pytest.approx(1 / 3)], [4, 0.25]]
+    assert options["series"][0]["data"] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)), (4, 0.25)]
     assert by_title["KL reference"].drawn(series, Look()) == ({}, "It was 0 in every step.")
     assert by_title["Score"].drawn(series, Look()) == ({}, "It was not measured in this run.")
 
@@ -71,8 +71,8 @@ def test_held_out_scores_are_marked_before_on_the_way_and_after(real_run: Path):
     facts = live.facts()
     options, _ = CARDS["reward"].drawn(live.series(), Look(), facts)
     marks = {one["name"]: one["data"] for one in options["series"] if one["type"] == "scatter"}
-    assert marks["held-out, before"] == [[0, facts.score_before]]
-    assert marks["held-out, after"] == [[6, facts.score_after]]
+    assert marks["held-out, before"] == [(0, facts.score_before)]
+    assert marks["held-out, after"] == [(6, facts.score_after)]
     assert [step for step, _ in marks["held-out score"]] == [2, 4, 6][: len(marks["held-out score"])]
     assert set(marks) < set(options["legend"]["data"])
 
@@ -85,7 +85,7 @@ def test_reward_parts_have_a_line_each(series: Series):
     parts.counts.update(dict.fromkeys(held, 2))
     options, _ = parts_drawn(parts, series, Look())
     drawn = {one["name"]: one["data"] for one in options["series"]}
-    assert drawn == {"correct": [[1, 0.5]], "format": [[1, 1.0], [3, 2.0]]}
+    assert drawn == {"correct": [(1, 0.5)], "format": [(1, 1.0), (3, 2.0)]}
 
 
 def test_more_runs_than_colours_are_told_apart_by_dashes(series: Series):

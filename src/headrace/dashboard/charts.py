@@ -176,7 +176,7 @@ def _scores(series: Series, look: Look, facts: RunFacts | None) -> list[Options]
         ("held-out score", series.curve("score", by=look.by), ORANGE),
         ("held-out, after", [(last, after)], GREEN),
     ):
-        if known := [list(point) for point in points if point[1] is not None]:
+        if known := [point for point in points if point[1] is not None]:
             marks.append({"name": name, "type": "scatter", "data": known, "itemStyle": {"color": colour}})
     return marks
 
@@ -257,11 +257,10 @@ def placement_bars(step_s: Mapping[Any, float]) -> Options:
 
 
 def _line(name: str, points: Points, colour: str, **style: object) -> Options:
-    data = [list(point) for point in points]
     num_known = sum(y is not None for _, y in points)
     few = num_known < 3 or num_known < len(points) / 2  # such as scores: single points, joined
     look = {"lineStyle": {"color": colour} | style, "itemStyle": {"color": colour}}
-    return {"name": name, "type": "line", "data": data, "showSymbol": few, "connectNulls": few} | look
+    return {"name": name, "type": "line", "data": points, "showSymbol": few, "connectNulls": few} | look
 
 
 def _bar(name: str, colour: str, shares: Numbers) -> Options:
