@@ -187,10 +187,9 @@ class LiveDisplay(Watcher):
             bar = f"{'█' * round(18 * min(share, 1.0)):░<18}"
             line = f"{mark} {stage:<11} {busy_s:>9,.1f} s {bar} {share:>5.0%}  {STAGE_WORDS[stage]}"
             paper.print(Text(paper.drawn(line), style="bold" if stage == slowest else ""))
-        if slowest in BOTTLENECK_OF_STAGE:
-            advice = advice_for(BOTTLENECK_OF_STAGE[slowest], self._config)
-            helps = f" What helps: {'; '.join(advice.moves)}." if advice.moves else ""
-            paper.paragraph(f"The wall is {BOTTLENECK_OF_STAGE[slowest]}: {advice.sign}.{helps}")
+        advice = advice_for(BOTTLENECK_OF_STAGE[slowest], self._config)
+        helps = f" What helps: {'; '.join(advice.moves)}." if advice.moves else ""
+        paper.paragraph(f"The wall is {BOTTLENECK_OF_STAGE[slowest]}: {advice.sign}.{helps}")
 
     def _show_tokens(self, summary: Mapping[str, Any]) -> None:
         self.paper.section("tokens", "every sampled token is accounted for")
