@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from headrace.dashboard.charts import CARDS, NUM_COLOURS, Look, lines, metric_cu
 from headrace.dashboard.site import Site
 from headrace.ledger.ledger import Ledger
 from headrace.measured import ROW_METRICS
+from headrace.runs.facts import RunFacts, RunState
+
+FACTS = RunFacts(path=Path("run"), state=RunState.RUNNING, written=datetime.now())
 
 
 @pytest.fixture
@@ -36,10 +40,10 @@ def test_every_number_of_a_row_has_one_curve():
 
 def test_a_curve_is_drawn_or_says_why_it_is_not(series: Series):
     by_title = {curve.title: curve for group in metric_curves().values() for curve in group}
-    options, _ = by_title["Entropy"].drawn(series, Look())
+    options, _ = by_title["Entropy"].drawn(series, Look(), FACTS)
     assert options["series"][0]["data"] == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)), (4, 0.25)]
-    assert by_title["KL reference"].drawn(series, Look()) == ({}, "It was 0 in every step.")
-    assert by_title["Score"].drawn(series, Look()) == ({}, "It was not measured in this run.")
+    assert by_title["KL reference"].drawn(series, Look(), FACTS) == ({}, "It was 0 in every step.")
+    assert by_title["Score"].drawn(series, Look(), FACTS) == ({}, "It was not measured in this run.")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +54,7 @@ def test_curves_go_along_steps_tokens_or_hours(series: Series, by: str, places: 
     assert by in AXES
     for name in ("entropy", "goodput"):
         assert [place for place, _ in series.curve(name, by=by)] == pytest.approx(places)
-    options, _ = CARDS["reward"].drawn(series, Look(by=by))
+    options, _ = CARDS["reward"].drawn(series, Look(by=by), FACTS)
     assert options["xAxis"]["name"] == by
 
 

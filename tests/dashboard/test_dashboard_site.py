@@ -93,12 +93,14 @@ def test_the_wall_of_a_run_is_found_in_a_thread_once_for_each_number_of_steps(
     assert len(asked) == 2
 
 
-def test_every_curve_of_a_run_without_rows_is_a_sentence():
-    assert CARDS["reward"].drawn(Series(), Look()) == ({}, "There is no row yet: the first step is under way.")
+def test_every_curve_of_a_run_without_rows_is_a_sentence(real_run: Path):
+    found = CARDS["reward"].drawn(Series(), Look(), Site(real_run).run("real").facts())
+    assert found == ({}, "There is no row yet: the first step is under way.")
 
 
 def test_stage_chart_leaves_out_what_was_never_busy(real_run: Path):
-    options, _ = CARDS["stage_times"].drawn(Site(real_run).run("real").series(), Look())
+    live = Site(real_run).run("real")
+    options, _ = CARDS["stage_times"].drawn(live.series(), Look(), live.facts())
     assert {one["name"] for one in options["series"]} == {"rollout", "reward", "train", "publish"}  # no reference
 
 

@@ -60,7 +60,7 @@ class Card:
     held_out: bool = False  # add the scores on held-out prompts
     only_busy: bool = False  # leave out what is zero throughout
 
-    def drawn(self, series: Series, look: Look, facts: RunFacts | None = None) -> Drawn:
+    def drawn(self, series: Series, look: Look, facts: RunFacts) -> Drawn:
         if not series.last_step:
             return {}, NO_ROW
         curves = {}
@@ -166,13 +166,12 @@ def _band(name: str, low: Points, high: Points, colour: str) -> list[Options]:
     return [below, above]
 
 
-def _scores(series: Series, look: Look, facts: RunFacts | None) -> list[Options]:
+def _scores(series: Series, look: Look, facts: RunFacts) -> list[Options]:
     """The scores on held-out prompts, as single points, which no line joins."""
-    before = None if facts is None else facts.score_before
-    after = facts.score_after if facts is not None and facts.state is RunState.FINISHED else None
+    after = facts.score_after if facts.state is RunState.FINISHED else None
     last, marks = series.places(look.by)[-1].item(), []
     for name, points, colour in (
-        ("held-out, before", [(0, before)], GREY),
+        ("held-out, before", [(0, facts.score_before)], GREY),
         ("held-out score", series.curve("score", by=look.by), ORANGE),
         ("held-out, after", [(last, after)], GREEN),
     ):
