@@ -178,7 +178,8 @@ class Grid:
         if search:
             typed = ui.input(search, on_change=lambda event: self._table.set_filter(event.value or ""))
             typed.classes("search").props("outlined dense clearable debounce=200")
-        self._table = ui.table(rows=[], columns=[]).props("flat dense wrap-cells virtual-scroll-target=body")
+        self._table: Any = ui.table(rows=[], columns=[])
+        self._table.props("flat dense wrap-cells virtual-scroll-target=body")
         self._table.props("hide-selected-banner no-results-label='Nothing here is like that.'")
         self._table.add_slot("body-cell-0", _CELLS["link"])
         self._table.set_visibility(False)
