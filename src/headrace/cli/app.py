@@ -40,8 +40,8 @@ class Commands(TyperGroup):
         """~ is the home directory, also where a shell leaves it: `--out=~/file`."""
         told = []
         for word in args:
-            option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
-            told.append(option + equals + (value if "\0" in value else os.path.expanduser(value)))
+            name, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+            told.append(name + equals + (value if "\0" in value else os.path.expanduser(value)))
         return super().parse_args(ctx, told)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,6 +205,7 @@ class Paper:
 
 def tell(report: Report, for_programs: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        print(json.dumps(to_jsonable_python(for_programs, fallback=vars, inf_nan_mode="null"), indent=1))
+        plain = to_jsonable_python(for_programs, fallback=vars, inf_nan_mode="null")
+        print(json.dumps(plain, indent=1))
     else:
         Paper().report(report)

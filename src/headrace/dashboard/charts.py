@@ -259,7 +259,8 @@ def _line(name: str, points: Points, colour: str, **style: object) -> Options:
     num_known = sum(y is not None for _, y in points)
     few = num_known < 3 or num_known < len(points) / 2  # such as scores: single points, joined
     look = {"lineStyle": {"color": colour} | style, "itemStyle": {"color": colour}}
-    return {"name": name, "type": "line", "data": points, "showSymbol": few, "connectNulls": few} | look
+    joined = {"showSymbol": few, "connectNulls": few}
+    return {"name": name, "type": "line", "data": points} | joined | look
 
 
 def _bar(name: str, colour: str, shares: Numbers) -> Options:

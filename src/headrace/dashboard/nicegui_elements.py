@@ -31,7 +31,7 @@ MANY_ROWS = 120  # of which only those are drawn that can be seen
 @contextmanager
 def frame(title: str, small: str = "", *, run: str = "", view: str = "trajectories") -> Iterator[None]:
     """A page; if it is about a `run`, with links to its views, of which this one is `view`."""
-    chosen = ui.context.client.request.cookies.get("headrace_theme")  # light or dark, if somebody did
+    chosen = ui.context.client.request.cookies.get("headrace_theme")  # light or dark, if either
     ui.dark_mode({"dark": True, "light": False}.get(chosen))
     ui.colors(primary="#1f78b4")
     ui.page_title(f"{title} · Headrace")
@@ -176,8 +176,8 @@ class Grid:
 
     def __init__(self, search: str = "") -> None:
         if search:
-            typed = ui.input(search, on_change=lambda event: self._table.set_filter(event.value or ""))
-            typed.classes("search").props("outlined dense clearable debounce=200")
+            text = ui.input(search).classes("search").props("outlined dense clearable debounce=200")
+            text.on_value_change(lambda event: self._table.set_filter(event.value or ""))
         self._table: Any = ui.table(rows=[], columns=[])
         self._table.props("flat dense wrap-cells virtual-scroll-target=body")
         self._table.props("hide-selected-banner no-results-label='Nothing here is like that.'")

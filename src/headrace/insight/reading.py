@@ -48,7 +48,8 @@ _ESCAPES = str.maketrans({"\\": "\\\\", "\n": "\\n", '"': '\\"'})  # of a label
 VIEWERS = "https://ui.perfetto.dev or chrome://tracing"
 COUNTER_S = 0.001  # a counter is written at most once in this time
 Event = dict[str, Any]
-_RUN = "run"  # the process whose one track, "steps", is of the run as a whole
+_RUN = "run"  # the process whose tracks are of the run as a whole
+_STEPS = "steps"  # its one thread
 _STEP_NUMBERS = ("reward_mean", "lag_mean", "trained_tokens", "generated_tokens", "num_groups", "loss", "grad_norm")
 
 
@@ -144,8 +145,8 @@ class Reading:
         self.effective_samples = tables.mean(rows.column("effective_samples"))
         self.preemptions = int(np.nansum(rows.column("preemptions")))
         self.goodput_tokens_per_s = self.trained_tokens / self.wall_s if self.wall_s else None
-        self.decided_tokens = self.trained_tokens + sum(self.dropped_tokens.values())
-        self.useful_share = self.trained_tokens / self.decided_tokens if self.decided_tokens else None
+        self.decided_tokens = decided = self.trained_tokens + sum(self.dropped_tokens.values())
+        self.useful_share = self.trained_tokens / decided if decided else None
 
 
 read = Reading  # by the name that the guides have
@@ -331,7 +332,7 @@ def _event(name: str, kind: str, at_s: float, args: Event, **more: Any) -> Event
     """An event of the run as a whole; a counter has the values that are known."""
     if kind == "C":
         args = {key: value for key, value in args.items() if value is not None}
-    return {"name": name, "ph": kind, "ts": _us(at_s), "pid": _RUN, "tid": "steps", "args": args, **more}
+    return {"name": name, "ph": kind, "ts": _us(at_s), "pid": _RUN, "tid": _STEPS, "args": args, **more}
 
 
 def _us(at_s: float) -> int:
