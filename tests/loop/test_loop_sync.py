@@ -58,6 +58,20 @@ def test_one_seed_gives_the_same_answers_trained_on_in_the_same_steps(twins: Twi
     assert select(twins.one, content) == select(twins.other, content)
 
 
+def test_rows_are_measured_against_the_limits_of_a_device(workshop: Workshop, twins: Twins, monkeypatch: Any):
+    assert all(row.mfu is row.bandwidth_share is None for row in rows_of(twins.one)), "of a CPU they are not known"
+    for name in ("policy.policy", "rollout.engine"):
+        monkeypatch.setattr(f"headrace.{name}.limits", lambda device: (1e9, 1e10))
+    api.train(workshop.config("measured", "loop.steps=2"))
+    weights_of = sum(tensor.numel() for tensor in weights(workshop.directory / "measured").values())
+    for row in rows_of(workshop.directory / "measured"):
+        assert row.mfu is not None and row.bandwidth_share is not None
+        computed = row.mfu * row.stage_s.train * 1e9 / (6 * weights_of)
+        assert row.trained_tokens < computed < 10 * row.trained_tokens, "prompts and attention are computed too"
+        read = row.bandwidth_share * row.stage_s.rollout * 1e10 / (4 * weights_of)
+        assert row.length_max <= read + 1 <= row.generated_tokens, "at least once a token of the longest answer"
+
+
 def test_the_run_had_replacement_waves(twins: Twins):
     """Groups without signal were dropped in some step, and others took their places in it, or started with them."""
     rows = rows_of(twins.one)
