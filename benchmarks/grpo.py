@@ -150,6 +150,8 @@ def run_headrace(job: Job, models: Path, arguments: argparse.Namespace) -> dict[
         "longest": [row.length_max for row in rows],
         "stage_s": [asdict(row.stage_s) for row in rows],
         "mismatch_mean": [row.mismatch_mean for row in rows],
+        "mfu": [row.mfu for row in rows],
+        "bandwidth_share": [row.bandwidth_share for row in rows],
         "peak_bytes": peak_bytes(device),
     }
 
@@ -221,6 +223,8 @@ def summary(results: dict[str, Any]) -> str:
         "to TRL",
         "s a step",
         "of it generating",
+        "MFU",
+        "of bandwidth",
         "sequences",
         "tokens",
         "memory",
@@ -228,7 +232,7 @@ def summary(results: dict[str, Any]) -> str:
     rows = []
     for part, found in results["parts"].items():
         if "error" in found:
-            rows.append([part, found["error"], *[""] * 6])
+            rows.append([part, found["error"], *[""] * (len(header) - 2)])
             continue
         peer = results["parts"].get(part.replace("/headrace", "/trl"), {})
         ratio = ""
@@ -242,6 +246,10 @@ def summary(results: dict[str, Any]) -> str:
                 ratio,
                 show(found["step_s"], ".2f"),
                 show(generating, ".2f"),
+                *(
+                    f"{found[name][-1]:.2f}" if found.get(name, [None])[-1] else ""
+                    for name in ("mfu", "bandwidth_share")
+                ),
                 str(found["sequences"]),
                 f"{found['tokens'][-1]:,}, longest {found['longest'][-1]:,}",
                 show_bytes(found["peak_bytes"]),
