@@ -212,6 +212,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     arguments = parser.parse_args(given)
     torch.set_num_threads(arguments.threads)
     gc.freeze()  # as the commands do
+    gc.set_threshold(50_000, 20, 20)
     noted = facts("serve", torch.device(arguments.device))
     print(f"{noted['device']}, commit {noted['commit'][:12]}, {noted['command']}, {noted['versions']}\n")
     many = asyncio.run(many_sessions(50 if arguments.tiny else arguments.sessions))

@@ -245,12 +245,13 @@ class Conversation:
         if num_prompt >= most:
             self.ended_by = f"this model's maximum context length is {most} tokens, and the request has {num_prompt}"
             raise RefusedError(self.ended_by, param="messages", code="context_length_exceeded")
-        own = {"seed": secrets.randbits(62)} if self._fresh_seeds else {}
-        sampling = replace(session.sampling, **(own | ask.sampling), grammar=self._grammar(ask))
+        seed = {"seed": secrets.randbits(62)} if self._fresh_seeds else {}
+        num_new = min(ask.max_new_tokens or most, session.sampling.max_new_tokens, most - num_prompt)
+        own: dict[str, Any] = seed | ask.sampling | {"max_new_tokens": num_new, "grammar": self._grammar(ask)}
+        sampling = replace(session.sampling, **own)
         if told := session.desk.refusal(sampling):
             raise RefusedError(told)
-        num_new = min(sampling.max_new_tokens, session.sampling.max_new_tokens, most - num_prompt)
-        return replace(sampling, max_new_tokens=num_new)
+        return sampling
 
     def _grammar(self, ask: Ask) -> str:
         """What an answer must look like; checked here, as an engine cannot refuse."""
