@@ -377,10 +377,12 @@ def test_a_file_of_a_user_is_told_what_is_no_setting(toml):
         assert key in text
 
 
-def test_a_loss_is_searched_beside_the_settings(toml):
-    path = toml('[learner]\nloss = "losses.py:topr"\nkl_coef = 1\nteacher = "big.gguf"\n')
+def test_files_are_searched_beside_the_settings(toml):
+    filters = 'filters = ["losses.py:keep", "elsewhere:keep"]'
+    path = toml(f'[learner]\nloss = "losses.py:topr"\nkl_coef = 1\nteacher = "big.gguf"\n[buffer]\n{filters}\n')
     for name in ("losses.py", "big.gguf"):
         (path.parent / name).touch()
+    assert load_config(path).buffer.filters == (f"{path.parent / 'losses.py'}:keep", "elsewhere:keep")
     learner = load_config(path).learner
     assert learner.loss == f"{path.parent / 'losses.py'}:topr"
     assert learner.teacher == str(path.parent / "big.gguf")

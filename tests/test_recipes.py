@@ -4,11 +4,13 @@ import json
 import operator
 import re
 import shlex
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hand_made import group_of, trajectory
 from needs import needs_sandbox
 from typer.testing import CliRunner
 
@@ -17,11 +19,11 @@ from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import DataError
 from headrace.prompts.source import open_source
-from headrace.recipes import countdown, gsm8k, mbpp
+from headrace.recipes import countdown, gsm8k, guess, mbpp
 from headrace.recipes.code_sandbox import score
 from headrace.recipes.python_tool import PythonTool
 from headrace.reward.function import resolve
-from headrace.types import Completion, Prompt
+from headrace.types import Completion, FinishReason, Prompt, Turn
 
 RECIPES = sorted((Path(__file__).parent.parent / "src" / "headrace" / "recipes").glob("*.toml"))
 
@@ -209,3 +211,22 @@ def test_a_task_that_cannot_be_made_is_told(task: str, told: str):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError, match=told):
         open_source(f"{GYM}:{task}", count=6, seed=0)
+
+
+def test_guesses_are_rewarded_for_how_evenly_they_divide():
+    game = guess.Guess()
+    prompt = Prompt(id="p0", text="", token_ids=np.array([1]), fields={"n": 50})
+
+    def said(x: int | None) -> Turn:
+        replies = () if x is None or x == 50 else (game.guess(x),)
+        return Turn(start=0, end=0, finish=FinishReason.EOS, replies=replies)
+
+    def played(guesses: list[int | None], reward: float) -> list[float]:
+        game.start(prompt)
+        answer = replace(trajectory(reward=reward), turns=tuple(map(said, guesses)))
+        return guess.evenness(group_of(answer))[0]
+
+    assert played([32, 48, 50], 1.0) == pytest.approx([1 - 1 / 64, 1 - 1 / 32, 1.0])
+    assert played([1, 64, 32], 0.0) == pytest.approx([1 / 64, 1 / 63, 1 - 1 / 62])
+    assert played([32, 32, 10], 0.0) == pytest.approx([1 - 1 / 64, 0.0, 0.0])  # these were ruled out
+    assert played([32, None], 0.0) == pytest.approx([1 - 1 / 64, 0.0])  # a malformed call

@@ -212,6 +212,8 @@ def _renew(given: dict[str, Given]) -> None:
 
 def _beside(path: Path, key: str, value: Any) -> Any:
     """A file that a setting names is searched here, then beside the settings; a recipe's own is beside it."""
+    if key == "buffer.filters" and isinstance(value, list):
+        return [_beside(path, "reward.function", spec) for spec in value]
     if key not in NAME_FILES or not isinstance(value, str):
         return value
     names_code = key not in NAME_MODELS and ":" in value

@@ -65,7 +65,8 @@ def test_rows_are_measured_against_the_limits_of_a_device(workshop: Workshop, tw
     api.train(workshop.config("measured", "loop.steps=2"))
     weights_of = sum(tensor.numel() for tensor in weights(workshop.directory / "measured").values())
     for row in rows_of(workshop.directory / "measured"):
-        assert row.mfu is not None and row.bandwidth_share is not None
+        assert row.mfu is not None
+        assert row.bandwidth_share is not None
         computed = row.mfu * row.stage_s.train * 1e9 / (6 * weights_of)
         assert row.trained_tokens < computed < 10 * row.trained_tokens, "prompts and attention are computed too"
         read = row.bandwidth_share * row.stage_s.rollout * 1e10 / (4 * weights_of)

@@ -25,6 +25,7 @@ from headrace import api
 from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import ConfigError
+from headrace.insight.scenario import calibrate
 from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.policy.demo import build_demo
@@ -105,6 +106,9 @@ def test_an_agent_is_trained(workshop: Path, kind: str):
     assert summary["score_before"] is not None
     assert summary["trained_tokens"] > 0
     assert audit(workshop / kind) == []
+    known = calibrate(workshop / kind).workload
+    assert known.reward_s.mean == 0  # from its last answer to its reward an agent's time is the environment's
+    assert known.environment_s > 0
 
 
 def command_line(*words: str) -> None:

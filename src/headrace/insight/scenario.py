@@ -91,11 +91,13 @@ def calibrate(run_dir: Path) -> Calibration:
         raise RunError(f"{run_dir} has no complete step yet: there is nothing to take speeds from")
     num_steps = len(np.unique(published)) + redone  # on a cluster a version has several spans
     groups, begins = tables.by_group(answers[answers["finish"] != FinishReason.ABORT])  # `begins`: first answers
-    ended_s = np.fmin(groups["finished_s"] + after_s, groups["scored_s"])
-    service_s = service_seconds(ended_s, groups["scored_s"], max(1, config.reward.workers))
+    scored_s, ended_s = groups["scored_s"], groups["finished_s"] + after_s
+    if played and not config.reward.function and np.isfinite(scored_s).any():  # no worker judges
+        after_s, ended_s = float(np.nanmean(scored_s - groups["finished_s"])), scored_s
+    service_s = service_seconds(np.fmin(ended_s, scored_s), scored_s, max(1, config.reward.workers))
     known = [part[np.isfinite(part)] for part in np.split(service_s, begins[1:])]
     rewards = tuple(part for part in known if len(part))
-    scored = np.logical_or.reduceat(np.isfinite(groups["scored_s"]), begins)
+    scored = np.logical_or.reduceat(np.isfinite(scored_s), begins)
     barren = np.logical_or.reduceat(groups["drop_reason"] == DropReason.NO_SIGNAL, begins)
     prompt_tokens = groups["num_prompt_tokens"][begins]
     workload = replace(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 from headrace import Done
 
 MOST = 64
+SAID = re.compile(r"(?:higher|lower): (\d+) to (\d+)")
 
 
 class Guess:
@@ -26,6 +28,22 @@ class Guess:
             raise Done("right", reward=1.0)
         self.low, self.high = (max(self.low, x + 1), self.high) if x < self.n else (self.low, min(self.high, x - 1))
         return f"{'higher' if x < self.n else 'lower'}: {self.low} to {self.high}"
+
+
+def evenness(group: Any) -> list[list[float]]:
+    """Rewards for training: how evenly each guess divides the numbers that are left, 0 if it was ruled out before."""
+    found = []
+    for answer in group.trajectories:
+        left, shares = MOST, list[float]()
+        for turn in answer.turns:
+            said = SAID.search(" ".join(turn.replies))
+            rest = int(said[2]) - int(said[1]) + 1 if said else left
+            shares.append(1 - abs(2 * rest - left + 1) / left if rest < left else 0.0)
+            left = rest
+        if answer.reward == 1.0:  # found
+            shares[-1] = 1.0
+        found.append(shares)
+    return found
 
 
 def tasks(count: int, seed: int) -> list[dict[str, Any]]:
