@@ -253,6 +253,7 @@ class Actor:
     def __init__(self, world: World, ledger: Ledger, on_begun: Callable[[int, int], None]) -> None:
         self._world, self._ledger, self._on_begun = world, ledger, on_begun
         self.counts = EngineCounts()
+        self.workers = [self]
         self.version = 0
         self.answers: list[Answer] = []
 

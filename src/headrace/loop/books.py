@@ -98,7 +98,7 @@ class RowMaker:
         scored = self._ledger.scored_since_row() or own_scores
         # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
         rewards, lengths, truncated = np.array(sorted(scored), np.float64).T
-        decoding_s = busy["rollout"] * len(self._pool.workers)
+        limit_s, decoding_s = counts.limit_s - before.limit_s, busy["rollout"] * len(self._pool.workers)
         learned = asdict(stats) | asdict(stats.mismatch)  # most have the row's own names
         row = Row(
             step=step,
@@ -128,7 +128,7 @@ class RowMaker:
             ratio_outside=stats.mismatch.outside_share,
             **{name: learned[name] for name in ROW_METRICS if name in learned},
             mfu=stats.limit_s / busy["train"] if stats.limit_s else None,
-            bandwidth_share=(counts.limit_s - before.limit_s) / decoding_s if counts.limit_s else None,
+            bandwidth_share=limit_s / decoding_s if limit_s and decoding_s else None,
             stage_s=StageTimes(**{stage: busy[stage] for stage in STAGES}),
             **own,
         )
