@@ -358,6 +358,24 @@ def test_who_resumes_the_engines_goes_on_at_the_same_moment():
     assert run_virtually(resumed()) == 1.0
 
 
+def test_a_worker_that_is_down_gets_nothing_even_if_what_it_had_is_given_up():
+    begun: dict[str, float] = {}
+
+    async def given_up() -> float:
+        now = asyncio.get_running_loop().time
+        one, rng = machine(repair_s=50.0), np.random.default_rng(0)
+        pool = EnginePool(one, rng, 0.0, lambda owner: begun.update({owner: now()}), lambda *_: None)
+        (part,) = pool.submit("ended", [1])
+        await asyncio.sleep(10.0)
+        pool.fail(pool.workers[0])
+        pool.abort([part])
+        pool.submit("next", [1])
+        await asyncio.sleep(100.0)
+        return begun["next"]
+
+    assert run_virtually(given_up()) == pytest.approx(60.0)
+
+
 def test_waiting_for_nothing_is_an_error_not_a_hang():
     async def forever() -> None:
         await asyncio.Event().wait()

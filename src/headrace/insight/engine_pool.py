@@ -269,7 +269,8 @@ class EnginePool:
         if rows:
             steps_s = worker.seconds_of(max(0.0, worker.ends[0][0] - worker.steps))
             end_s = max(worker.at_s, worker.hold_s) + steps_s
-        self._loads[worker.number] = rows
+        if self._loads[worker.number] < math.inf:  # it is not down
+            self._loads[worker.number] = rows
         self._ends_s[worker.number] = end_s
         if self._is_active != (self._ends_s.min() < math.inf):
             self._active_s, self._active_since_s = self.active_s, self.now()
