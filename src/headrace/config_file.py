@@ -21,11 +21,12 @@ from headrace.errors import ConfigError
 from headrace.user_code import names_file, names_function
 
 COMMAND_LINE = "command line"
-NAME_FUNCTIONS = (*BUILT_IN, "reward.function", "episode.environment", "episode.agent")
+NAME_FUNCTIONS = (*BUILT_IN, "reward.function", "buffer.filters", "episode.environment", "episode.agent")
 NAME_SOURCES = ("prompts.source", "prompts.eval_source", "warmstart.source", "learner.teacher")  # or a function
 NAME_MODELS = ("model.path", "model.tokenizer")
 NAME_FILES = (*NAME_FUNCTIONS, *NAME_SOURCES, *NAME_MODELS)
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
+HARDWARE = Path(__file__).with_name("hardware.toml")  # what devices can do and cost
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
 Given = tuple[Any, str]  # a value somebody wrote, and where
 SETTINGS: dict[str, FieldInfo] = {
@@ -87,13 +88,13 @@ def rooted(config: Config) -> Config:
 
     What is no path of an existing file stays as it is, such as 'demo' or a dotted module's name.
     """
-    changes: dict[str, dict[str, Any]] = {
-        "run": {"dir": config.run.dir and os.path.abspath(config.run.dir)},
-        "buffer": {"filters": tuple(_absolute("buffer.filters", spec) for spec in config.buffer.filters)},
-    }
+    changes: dict[str, Any] = {"run": {"dir": config.run.dir and os.path.abspath(config.run.dir)}}
     for key in NAME_FILES:
         section, _, name = key.partition(".")
-        changes.setdefault(section, {})[name] = _absolute(key, attrgetter(key)(config))
+        given: Any = attrgetter(key)(config)
+        specs = given if isinstance(given, tuple) else (given,)
+        found = tuple(_absolute(key, spec) for spec in specs)
+        changes.setdefault(section, {})[name] = found if specs is given else found[0]
     return config.but(**changes)
 
 
@@ -177,6 +178,11 @@ def read_toml(path: Path, kind: str = "file") -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {reason}") from error
 
 
+def letters(name: str) -> str:
+    """Of a device's name, however it is spelt."""
+    return "".join(filter(str.isalnum, name.casefold()))
+
+
 def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
     try:
         leaves = list(_leaves(read_toml(path)))
@@ -212,8 +218,8 @@ def _renew(given: dict[str, Given]) -> None:
 
 def _beside(path: Path, key: str, value: Any) -> Any:
     """A file that a setting names is searched here, then beside the settings; a recipe's own is beside it."""
-    if key == "buffer.filters" and isinstance(value, list):
-        return [_beside(path, "reward.function", spec) for spec in value]
+    if isinstance(value, list):
+        return [_beside(path, key, one) for one in value]
     if key not in NAME_FILES or not isinstance(value, str):
         return value
     names_code = key not in NAME_MODELS and ":" in value

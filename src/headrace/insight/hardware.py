@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
-from headrace.config_file import read_toml
+from headrace.config_file import HARDWARE, letters, read_toml
 from headrace.errors import ConfigError, ModelError
 
 
@@ -33,9 +33,6 @@ class Accelerator(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf
     number_bytes: PositiveInt = 2  # of a weight: 2 is bfloat16, 4 float32
 
 
-BUILT_IN = Path(__file__).parents[1] / "hardware.toml"
-
-
 def find_device(name: str, hardware: Mapping[str, Accelerator] | None = None) -> Accelerator:
     """The device of that name, however it is spelt: H100, h100, rtx4090, RTX-4090."""
     known = read_hardware() if hardware is None else hardware
@@ -48,7 +45,7 @@ def find_device(name: str, hardware: Mapping[str, Accelerator] | None = None) ->
 def read_hardware(path: Path | str | None = None) -> dict[str, Accelerator]:
     """The table with the changes and additions of a TOML file; without a file, the table."""
     table: dict[str, Accelerator] = {}
-    for file in (BUILT_IN, path) if path is not None else (BUILT_IN,):
+    for file in (HARDWARE, path) if path is not None else (HARDWARE,):
         for name, entry in read_toml(Path(file), "hardware file").items():
             if not isinstance(entry, dict):
                 outside = "stands outside of a device; write [H100] or another name above it"
@@ -78,9 +75,6 @@ def _problem(error: ValidationError) -> str:
 
 
 def _known_as(name: str, known: Mapping[str, Accelerator]) -> str | None:
-    def letters(name: str) -> str:
-        return "".join(filter(str.isalnum, name.casefold()))
-
     return {letters(other): other for other in known}.get(letters(name))
 
 

@@ -116,7 +116,7 @@ def origin_of(config: Config, reward: str = "") -> dict[str, str]:
     `reward` is the name of a reward function that is a Python object.
     """
     found = {key: text for key, text in values(config).items() if not key.startswith((*WHERE, "run.dir", "run.over"))}
-    for key in (*NAME_FUNCTIONS, "buffer.filters", "learner.teacher"):
+    for key in (*NAME_FUNCTIONS, "learner.teacher"):
         given: str | tuple[str, ...] = attrgetter(key)(config)
         specs = [given] if isinstance(given, str) else given
         if code := [digest[:16] for spec in specs if (digest := source_hash(spec))]:

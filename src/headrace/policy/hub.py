@@ -19,7 +19,7 @@ from headrace.errors import ModelError
 
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # owner/name
 CARD, TEMPLATE = "README.md", Path(__file__).with_name("model_card.md")
-PATHS = tuple(f"{key}=" for key in (*NAME_FILES, "buffer.filters"))
+PATHS = tuple(f"{key}=" for key in NAME_FILES)
 DIRECTORY = r'[^"\s]*/'
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a model: no code, no other formats
 

@@ -2,22 +2,15 @@
 
 import math
 from functools import cache
-from pathlib import Path
 
 import torch
 
-from headrace.config_file import read_toml
-
-HARDWARE = Path(__file__).parents[1] / "hardware.toml"
+from headrace.config_file import HARDWARE, letters, read_toml
 
 
 @cache
 def limits(device: torch.device) -> tuple[float, float]:
     """Operations and bytes per second; infinitely many for a device that is not in the table."""
-
-    def letters(name: str) -> str:
-        return "".join(filter(str.isalnum, name.casefold()))
-
     name = letters(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
     table = read_toml(HARDWARE, "hardware file")
     if not (known := [other for other in table if letters(other) in name]):
