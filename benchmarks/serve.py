@@ -18,29 +18,29 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from gpu_record import facts, table
 from serve_clients import REPLY, TURNS, length_of
+from serve_front import make, refusal
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from headrace.config import Config
 from headrace.episode.chat import Chat
-from headrace.episode.session import Desk, Session
+from headrace.episode.session import Desk, Episodes, Session
 from headrace.place.device import DeviceThread
+from headrace.place.episode_process import EpisodeProcess
 from headrace.policy.demo import chat_tokenizer
 from headrace.policy.policy import Policy
 from headrace.rollout.actor import RolloutActor
 from headrace.rollout.engine import Engine
-from headrace.serve.conversation import Conversation
-from headrace.serve.front_desk import FrontDesk
-from headrace.serve.starlette_app import application
-from headrace.serve.uvicorn_server import listening
 from headrace.types import FinishReason, Order, Prompt, Sampling, Span, Trajectory
 
 Sample = Callable[[Order], Awaitable[Trajectory]]
@@ -59,14 +59,10 @@ async def through_the_endpoint(port: int, names: Sequence[str], lengths: tuple[i
 # ---- the endpoint
 
 
-def sessions_of(desk: Desk, front: FrontDesk, names: Sequence[str], max_new_tokens: int) -> list[Session]:
-    sampling, found = Sampling(max_new_tokens=max_new_tokens), []
-    for serial, name in enumerate(names):
-        prompt = Prompt(id=name, text="", token_ids=np.empty(0, np.int32))
-        session = Session(desk, Order(serial=serial, prompt=prompt, samplings=(sampling,), indices=(0,)), 0)
-        front.admit(name, Conversation(session))
-        found.append(session)
-    return found
+def orders_of(prefix: str, count: int, max_new_tokens: int) -> list[Order]:
+    sampling, empty = Sampling(max_new_tokens=max_new_tokens), np.empty(0, np.int32)
+    prompts = [Prompt(id=f"{prefix}{i}", text="", token_ids=empty) for i in range(count)]
+    return [Order(serial=i, prompt=prompt, samplings=(sampling,), indices=(0,)) for i, prompt in enumerate(prompts)]
 
 
 def desk_of(tokenizer: Any, sample: Sample, max_context: int) -> Desk:
@@ -80,7 +76,7 @@ def desk_of(tokenizer: Any, sample: Sample, max_context: int) -> Desk:
         now=time.monotonic,
         span=lambda stage: nullcontext(),
         on_turn=lambda serial, episode: None,
-        refusal=lambda sampling: "",
+        refusal=refusal,
     )
 
 
@@ -97,12 +93,12 @@ async def scripted(order: Order) -> Trajectory:
 
 
 async def many_sessions(count: int) -> dict[str, Any]:
-    front = FrontDesk("scripted", 4096)
-    names = [f"s{i}" for i in range(count)]
-    sessions = sessions_of(desk_of(chat_tokenizer(), scripted, 4096), front, names, 8)
-    async with listening(application(front), "127.0.0.1", 0) as port:
-        num_tokens, seconds = await through_the_endpoint(port, names, (8, 8))
-    whole = [s for s in sessions if len(s.trajectory.turns) == TURNS and not s.trajectory.segments]
+    tokenizer, orders = chat_tokenizer(), orders_of("s-", count, 8)
+    async with episodes_of(desk_of(tokenizer, scripted, 4096), tokenizer, "cpu") as (episodes, port):
+        playing = [future for order in orders for future in episodes.start(order)]
+        num_tokens, seconds = await through_the_endpoint(port, [order.prompt.id for order in orders], (8, 8))
+        played = [outcome.trajectory for outcome in await asyncio.gather(*playing)]
+    whole = [trajectory for trajectory in played if len(trajectory.turns) == TURNS and not trajectory.segments]
     return {"sessions": count, "whole": len(whole), "lost": count * TURNS * 4 - num_tokens, "seconds": seconds}
 
 
@@ -176,26 +172,46 @@ async def real_engine(size: str, device: str, count: int, rows: int, job: tuple[
         return answer
 
     running = asyncio.create_task(actor.run())
-    desk, front = desk_of(policy.tokenizer, sample, 4096), FrontDesk("real", 4096)
-    found = []
-    async with listening(application(front), "127.0.0.1", 0) as port:
+    desk = desk_of(policy.tokenizer, sample, 4096)
+    async with episodes_of(desk, policy.tokenizer, device) as (episodes, port):
+        found = []
         for repeat in range(repeats + 1):  # the first warms up
-            rates = []
-            for way in ("direct", "endpoint"):
-                names = [f"{way}-{repeat}-{i}" for i in range(count)]
-                sessions = sessions_of(desk, front, names, job[1])
-                if way == "direct":
-                    num_tokens, seconds = await directly(sessions, job)
-                else:
-                    num_tokens, seconds = await through_the_endpoint(port, names, job)
-                assert num_tokens == sum(session.trajectory.num_sampled_tokens for session in sessions)
-                rates.append(num_tokens / seconds)
-                actor.forget([session.id for session in sessions])
-            found.append(rates[1] / rates[0])
-            print(f"direct {rates[0]:,.0f} tokens/s, endpoint {rates[1]:,.0f}", flush=True)
+            orders = {way: orders_of(f"{way}-{repeat}-", count, job[1]) for way in ("direct", "endpoint")}
+            sessions = [Session(desk, order, 0) for order in orders["direct"]]
+            num_tokens, seconds = await directly(sessions, job)
+            assert num_tokens == sum(session.trajectory.num_sampled_tokens for session in sessions)
+            direct = num_tokens / seconds
+            actor.forget([session.id for session in sessions])
+            playing = [future for order in orders["endpoint"] for future in episodes.start(order)]
+            await episodes.under_way()  # all have begun
+            names = [order.prompt.id for order in orders["endpoint"]]
+            num_tokens, seconds = await through_the_endpoint(port, names, job)
+            played = [outcome.trajectory for outcome in await asyncio.gather(*playing)]
+            assert num_tokens == sum(trajectory.num_sampled_tokens for trajectory in played)
+            actor.forget([trajectory.id for trajectory in played])
+            found.append(num_tokens / seconds / direct)
+            print(f"direct {direct:,.0f} tokens/s, endpoint {num_tokens / seconds:,.0f}", flush=True)
     running.cancel()
     thread.close()
     return found[1:]
+
+
+@asynccontextmanager
+async def episodes_of(desk: Desk, tokenizer: Any, device: str) -> AsyncIterator[tuple[Any, int]]:
+    """Where a run has them: on a CPU in this process, with a GPU in another. Also the port of their endpoint."""
+    told: list[str] = []
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        given = Config.model_validate({"model": {"path": folder}}), desk
+        no_abort: Callable[[Sequence[int]], None] = lambda serials: None  # noqa: E731
+        episodes: Any = Episodes(make(*given, told.append), no_abort)
+        if device != "cpu":
+            episodes = EpisodeProcess(make, *given, no_abort, told.append)
+        await episodes.prepare()
+    try:
+        yield episodes, int(told[0])
+    finally:
+        await episodes.close()
 
 
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
@@ -226,6 +242,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             print(f"{count} sessions, {at_once} answered at once, answers of {name} tokens", flush=True)
             job = (least, most)
             ratios = asyncio.run(real_engine(size, arguments.device, count, at_once, job, repeats))
+            gc.collect()  # the engine's cache, before the next one is made
             found[f"{count}: {name}"] = ratios
             shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             rows.append([str(count), str(at_once), name, shown])

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -16,7 +16,18 @@ from headrace.episode.chat import Chat, Message, Messages
 from headrace.episode.tree import context, indices, place_before, told, turned
 from headrace.errors import ChatError
 from headrace.roles import R
-from headrace.types import DropReason, FinishReason, IntArray, Order, Outcome, Sampling, Trajectory, Turn
+from headrace.types import (
+    DropReason,
+    Example,
+    FinishReason,
+    IntArray,
+    Order,
+    Outcome,
+    Prompt,
+    Sampling,
+    Trajectory,
+    Turn,
+)
 
 
 class AbortedError(Exception):
@@ -156,36 +167,58 @@ class Session:
             task.cancel()
 
 
+class Playing(Protocol):
+    """Leads episodes: with an environment, or as what an agent asks for."""
+
+    desk: Desk
+
+    async def prepare(self) -> None:
+        """Raises if there can be no episodes."""
+
+    async def play(self, session: Session) -> Outcome:
+        """One episode, to its end."""
+
+    async def worked(self, prompt: Prompt, chat: Messages) -> Example:
+        """The tokens of a worked chat, and which of them are learned."""
+
+    async def close(self) -> None:
+        """End the processes with users' code."""
+
+
 @dataclass(eq=False)
 class Episodes:
     """All episodes of a run, asked like the pool of engines: groups in, one future per answer out.
 
-    `play(session)` leads one to its end; `abort_requests` ends requests at the engines.
+    `abort_requests` ends requests at the engines.
     """
 
-    desk: Desk
-    play: Callable[[Session], Awaitable[Outcome]]
+    player: Playing
     abort_requests: Callable[[Sequence[int]], None]
     _running: dict[asyncio.Task[Outcome], Session] = field(default_factory=dict, init=False)
 
-    def start(self, order: Order) -> list[asyncio.Task[Outcome]]:
+    def __post_init__(self) -> None:
+        self.prepare, self.worked, self.close = self.player.prepare, self.player.worked, self.player.close
+
+    def start(self, order: Order) -> Sequence[asyncio.Future[Outcome]]:
         """An episode per sampling; those in `order.so_far` continue an earlier attempt."""
-        sessions = [Session(self.desk, order, i) for i in range(len(order.samplings))]
-        tasks = {asyncio.create_task(self._play(session)): session for session in sessions}
-        self._running |= tasks
-        for task in tasks:
-            task.add_done_callback(self._running.pop)
-        return list(tasks)
+        return [self.play(order, i) for i in range(len(order.samplings))]
+
+    def play(self, order: Order, i: int) -> asyncio.Task[Outcome]:
+        session = Session(self.player.desk, order, i)
+        task = asyncio.create_task(self._play(session))
+        self._running[task] = session
+        task.add_done_callback(self._running.pop)
+        return task
 
     async def _play(self, session: Session) -> Outcome:
         try:
-            return await self.play(session)
+            return await self.player.play(session)
         except EpisodeFailedError as failed:
             return Outcome(trajectory=session.trajectory, failure=failed.reason, detail=str(failed))
         except AbortedError:
             return Outcome(trajectory=replace(session.trajectory, finish=FinishReason.ABORT))
         finally:
-            self.desk.forget(session.id)
+            self.player.desk.forget(session.id)
 
     def abort(self, serials: Sequence[int]) -> None:
         for session in self._running.values():

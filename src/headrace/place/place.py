@@ -23,7 +23,7 @@ from headrace.config_file import gpus_of, num_devices
 from headrace.episode.chat import Chat
 from headrace.episode.environment import Environments
 from headrace.episode.played import Player
-from headrace.episode.session import Desk, Episodes
+from headrace.episode.session import Desk, Episodes, Playing
 from headrace.errors import ChatError, ConfigError, DataError, RunError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.files import REFERENCE, SERVED, START, undo_start
@@ -36,13 +36,14 @@ from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
 from headrace.measured import Row, Sample, StageClock
 from headrace.place.elastic import Elastic
+from headrace.place.episode_process import EpisodeProcess
 from headrace.place.inline import InlineCluster
 from headrace.place.learner_rank import LearnerRank
 from headrace.place.reward_hosts import RewardHosts
 from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.policy.demo import build_demo
 from headrace.policy.hub import located
-from headrace.policy.policy import load_tokenizer
+from headrace.policy.policy import load_tokenizer, resolve_device
 from headrace.prompts.stream import PromptStream
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
@@ -125,7 +126,7 @@ class Place:
             on_note=on_note,
             most_behind=int(config.loop.max_lag / 2),
         )
-        self._player = self._make_player()
+        self._episodes = self._make_episodes()
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
         # made before anything takes long, if the model is loaded: what does not fit is said at once
@@ -140,33 +141,24 @@ class Place:
         timeout_s = config.publish.timeout_s
         return WeightPublisher(self.ranks, self.clock, timeout_s, self.pool, elastic.give_up, bring)
 
-    @cached_property
-    def answers(self) -> RolloutPool | Episodes:
-        player = self._player
-        return self.pool if player is None else Episodes(player.desk, player.play, self.pool.abort)
+    @property
+    def answers(self) -> RolloutPool | Episodes | EpisodeProcess:
+        return self._episodes or self.pool
 
     async def start_user_code(self) -> None:
         """Start the processes with reward functions, filters and environments. Raises what is wrong with them."""
         await self.scorer.start()
-        if self._player is not None:
-            await self._player.prepare()
+        if self._episodes is not None:
+            await self._episodes.prepare()
 
-    def _make_player(self) -> Player | Agents | None:
-        config, section = self.config, self.config.episode
-        if section.agent:
-            return Agents(config, self.desk(), self._on_note)
-        if not section.environment:
+    def _make_episodes(self) -> Episodes | EpisodeProcess | None:
+        """In this process, if its cores are the engine's: on a CPU another one would win nothing."""
+        config, on_note, make = self.config, self._on_note, partial(_playing, self.run_dir)
+        if not config.episode.agent and not config.episode.environment:
             return None
-        setup = Setup(
-            function=section.environment,
-            timeout_s=section.timeout_s,
-            setting="episode.environment",
-            sandbox=config.reward.sandbox,
-            hidden=(str(self.run_dir.absolute()),),
-        )
-        hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
-        follows = bool(config.reward.function)
-        return Player(Environments(hosts, section), self.desk(), config.prompts.system, follows, self._on_note)
+        if self._sending or resolve_device(config.model.device).type == "cuda":
+            return EpisodeProcess(make, config, self.desk(), self.pool.abort, on_note)
+        return Episodes(make(config, self.desk(), on_note), self.pool.abort)
 
     def desk(self) -> Desk:
         try:
@@ -269,13 +261,13 @@ class Place:
                 told = f"with its answer, and the model's context {self.facts.max_context}"
                 raise DataError(f"worked example '{prompt.id}' has {len(whole)} tokens {told}")
             return whole, np.arange(len(whole)) >= len(prompt.token_ids)
-        if self._player is None:
+        if self._episodes is None:
             needed = "which needs episode.environment or episode.agent"
             raise DataError(f"prompt '{prompt.id}' has a chat as its worked example, {needed}")
         if not any(message.get("role") == "assistant" for message in solution):
             raise DataError(f"prompt '{prompt.id}': its worked chat has no answer")
         if prompt.id not in self._worked_chats:
-            playing = self._player.worked(prompt, solution)
+            playing = self._episodes.worked(prompt, solution)
             self._worked_chats[prompt.id] = asyncio.create_task(playing)
         return await self._worked_chats[prompt.id]
 
@@ -295,8 +287,8 @@ class Place:
         if self._storing is not None:
             self._storing.cancel()
         await self.scorer.close()
-        if self._player is not None:
-            await self._player.close()
+        if self._episodes is not None:
+            await self._episodes.close()
         self.cluster.close()
         shutil.rmtree(self.run_dir / SERVED, ignore_errors=True)  # if a worker was killed
         self.device.close(wait=not hung)
@@ -390,6 +382,22 @@ def open_place(
     except BaseException:
         cluster.close()
         raise
+
+
+def _playing(run_dir: Path, config: Config, desk: Desk, on_note: Callable[[str], None]) -> Playing:
+    """Who leads the episodes of a run."""
+    section = config.episode
+    if section.agent:
+        return Agents(config, desk, on_note)
+    setup = Setup(
+        function=section.environment,
+        timeout_s=section.timeout_s,
+        setting="episode.environment",
+        sandbox=config.reward.sandbox,
+        hidden=(str(run_dir.absolute()),),
+    )
+    hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
+    return Player(Environments(hosts, section), desk, config.prompts.system, bool(config.reward.function), on_note)
 
 
 def _ends(config: Config, run_dir: Path, device: str) -> Ends:
