@@ -2,6 +2,7 @@
 
     python benchmarks/episode_kills.py                                    # everything, some fifteen minutes
     python benchmarks/episode_kills.py --kind command --max-lag 1 --kills 20 --seed 3
+    python benchmarks/episode_kills.py --apart            # the episodes are in a process of their own, as with a GPU
     python benchmarks/episode_kills.py --ray --kills 4    # the driver is killed; its workers are those of Ray
 
 Each run is killed with SIGKILL up to three times, at instants between its start and its end, and resumed at once. It
@@ -29,6 +30,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headrace import api
 from headrace.config_file import load_config
 from headrace.errors import RunError
@@ -36,6 +39,7 @@ from headrace.ledger.files import SUMMARY
 from headrace.ledger.journal import read_partials, read_trajectories
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.ledger.recovery import Recovery
+from headrace.place import place
 from headrace.place.place import Place
 from headrace.policy.demo import chat_tokenizer, write_random
 from headrace.runs.audit import audit, books
@@ -43,6 +47,7 @@ from headrace.types import Order, Trajectory
 
 KINDS = ("environment", "function", "command")
 ON_RAY = ("place.cluster=ray", "rollout.workers=2")
+APART = "apart"  # among the settings: the episodes have a process of their own
 STEPS, GROUPS, SAMPLES, TURNS = 4, 3, 3, 3
 MOST_KILLS = 3  # of one run
 END_S = 10.0  # for what a dead process had started
@@ -134,8 +139,8 @@ def live(words: list[str], run: Path, log: Path, witness: Path) -> None:
     os.dup2(file, 2)
     build = Place.desk
 
-    def desk(place: Place) -> Any:
-        made = build(place)
+    def desk(of: Place) -> Any:
+        made = build(of)
 
         def sample(order: Order) -> Any:
             if order.counted:
@@ -145,10 +150,12 @@ def live(words: list[str], run: Path, log: Path, witness: Path) -> None:
         return replace(made, sample=sample)
 
     Place.desk = desk  # type: ignore[method-assign]
+    if APART in words:
+        place.resolve_device = lambda name: torch.device("cuda")
     if (run / "config.toml").exists():
         api.resume(run)
     else:
-        api.train(load_config(None, words))
+        api.train(load_config(None, [word for word in words if word != APART]))
 
 
 # ---- what a dead run left
@@ -394,6 +401,7 @@ def main() -> None:
     parser.add_argument("--max-lag", type=int, choices=(0, 1, 2))
     parser.add_argument("--kills", type=int, default=20, help="of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of the instants")
+    parser.add_argument("--apart", action="store_true", help="the episodes are in a process of their own")
     parser.add_argument("--ray", action="store_true", help="engines and learner are workers of a Ray cluster")
     parser.add_argument("--keep", type=Path, help="keep the runs there")
     options = parser.parse_args()
@@ -402,6 +410,7 @@ def main() -> None:
     print("| run | `loop.max_lag` | kills | runs | same weights | turns kept | tokens lost | processes |", flush=True)
     print("|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as temporary, cluster(options.ray) as more:
+        more = [*more, *[APART] * options.apart]
         directory = options.keep or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         for kind in [options.kind] if options.kind else KINDS:

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,18 +16,7 @@ from headrace.episode.chat import Chat, Message, Messages
 from headrace.episode.tree import context, indices, place_before, told, turned
 from headrace.errors import ChatError
 from headrace.roles import R
-from headrace.types import (
-    DropReason,
-    Example,
-    FinishReason,
-    IntArray,
-    Order,
-    Outcome,
-    Prompt,
-    Sampling,
-    Trajectory,
-    Turn,
-)
+from headrace.types import DropReason, FinishReason, IntArray, Order, Outcome, Sampling, Trajectory, Turn
 
 
 class AbortedError(Exception):
@@ -167,32 +156,14 @@ class Session:
             task.cancel()
 
 
-class Playing(Protocol):
-    """Leads episodes: with an environment, or as what an agent asks for."""
-
-    desk: Desk
-
-    async def prepare(self) -> None:
-        """Raises if there can be no episodes."""
-
-    async def play(self, session: Session) -> Outcome:
-        """One episode, to its end."""
-
-    async def worked(self, prompt: Prompt, chat: Messages) -> Example:
-        """The tokens of a worked chat, and which of them are learned."""
-
-    async def close(self) -> None:
-        """End the processes with users' code."""
-
-
 @dataclass(eq=False)
 class Episodes:
     """All episodes of a run, asked like the pool of engines: groups in, one future per answer out.
 
-    `abort_requests` ends requests at the engines.
+    `player` leads one to its end: a `Player`, or the `Agents` of a run. `abort_requests` ends requests at the engines.
     """
 
-    player: Playing
+    player: Any
     abort_requests: Callable[[Sequence[int]], None]
     _running: dict[asyncio.Task[Outcome], Session] = field(default_factory=dict, init=False)
 

@@ -15,15 +15,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
 from headrace.episode.chat import Chat, Messages
-from headrace.episode.session import Desk, Episodes, Playing
+from headrace.episode.environment import Environments
+from headrace.episode.played import Player
+from headrace.episode.session import Desk, Episodes
 from headrace.errors import HeadraceError, RunError
 from headrace.loop.watchdog import background
 from headrace.policy.policy import load_tokenizer
+from headrace.reward.function import Setup
+from headrace.reward.pool import JudgePool
 from headrace.reward.worker import HEADER, frame
+from headrace.serve.agent import Agents
 from headrace.types import Example, Order, Outcome, Prompt, Trajectory
 from headrace.user_code import search_path, short_traceback
 
@@ -32,7 +38,7 @@ END_S = 5.0  # for the process to end by itself
 ENDED = "the process of the episodes has ended; `headrace resume` goes on with the run"
 
 Note = Callable[[str], None]  # tells the user
-Make = Callable[[Config, Desk, Note], Playing]  # who leads the episodes
+Make = Callable[[Config, Desk, Note], Player | Agents]  # who leads the episodes
 
 
 class Line:
@@ -165,6 +171,22 @@ class EpisodeProcess:
 
     def _end(self, key: int) -> None:
         self._spans.pop(key).close()
+
+
+def playing(run_dir: Path, config: Config, desk: Desk, on_note: Callable[[str], None]) -> Player | Agents:
+    """Who leads the episodes of a run."""
+    section = config.episode
+    if section.agent:
+        return Agents(config, desk, on_note)
+    setup = Setup(
+        function=section.environment,
+        timeout_s=section.timeout_s,
+        setting="episode.environment",
+        sandbox=config.reward.sandbox,
+        hidden=(str(run_dir.absolute()),),
+    )
+    hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
+    return Player(Environments(hosts, section), desk, config.prompts.system, bool(config.reward.function), on_note)
 
 
 async def _serve(end: socket.socket) -> None:

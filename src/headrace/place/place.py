@@ -21,9 +21,7 @@ from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import DEMOS, Config, ModelSection
 from headrace.config_file import gpus_of, num_devices
 from headrace.episode.chat import Chat
-from headrace.episode.environment import Environments
-from headrace.episode.played import Player
-from headrace.episode.session import Desk, Episodes, Playing
+from headrace.episode.session import Desk, Episodes
 from headrace.errors import ChatError, ConfigError, DataError, RunError
 from headrace.learner.ranks import Ranks
 from headrace.ledger.files import REFERENCE, SERVED, START, undo_start
@@ -36,7 +34,7 @@ from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
 from headrace.measured import Row, Sample, StageClock
 from headrace.place.elastic import Elastic
-from headrace.place.episode_process import EpisodeProcess
+from headrace.place.episode_process import EpisodeProcess, playing
 from headrace.place.inline import InlineCluster
 from headrace.place.learner_rank import LearnerRank
 from headrace.place.reward_hosts import RewardHosts
@@ -48,12 +46,10 @@ from headrace.prompts.stream import PromptStream
 from headrace.publish.collective import CollectiveReceiver, CollectiveSender
 from headrace.publish.disk import DiskReceiver, DiskSender
 from headrace.reward.function import Setup
-from headrace.reward.pool import JudgePool
 from headrace.reward.scorer import Scorer
 from headrace.roles import Cluster, Judge, ReceivingEnd, Sampler, SendingEnd, Worker
 from headrace.rollout.engine_server import refusal
 from headrace.rollout.pool import RolloutPool
-from headrace.serve.agent import Agents
 from headrace.types import Completion, Example, Prompt, Score, Trajectory
 from headrace.user_code import load_optional
 
@@ -153,7 +149,7 @@ class Place:
 
     def _make_episodes(self) -> Episodes | EpisodeProcess | None:
         """In this process, if its cores are the engine's: on a CPU another one would win nothing."""
-        config, on_note, make = self.config, self._on_note, partial(_playing, self.run_dir)
+        config, on_note, make = self.config, self._on_note, partial(playing, self.run_dir)
         if not config.episode.agent and not config.episode.environment:
             return None
         if self._sending or resolve_device(config.model.device).type == "cuda":
@@ -382,22 +378,6 @@ def open_place(
     except BaseException:
         cluster.close()
         raise
-
-
-def _playing(run_dir: Path, config: Config, desk: Desk, on_note: Callable[[str], None]) -> Playing:
-    """Who leads the episodes of a run."""
-    section = config.episode
-    if section.agent:
-        return Agents(config, desk, on_note)
-    setup = Setup(
-        function=section.environment,
-        timeout_s=section.timeout_s,
-        setting="episode.environment",
-        sandbox=config.reward.sandbox,
-        hidden=(str(run_dir.absolute()),),
-    )
-    hosts = [JudgePool(setup, num_workers=1, retries=0) for _ in range(section.workers)]
-    return Player(Environments(hosts, section), desk, config.prompts.system, bool(config.reward.function), on_note)
 
 
 def _ends(config: Config, run_dir: Path, device: str) -> Ends:
