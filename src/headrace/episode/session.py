@@ -183,7 +183,7 @@ class Episodes:
 
     async def _play(self, session: Session) -> Outcome:
         try:
-            return await self.player.play(session)
+            return await self.player.play(session)  # type: ignore[no-any-return]
         except EpisodeFailedError as failed:
             return Outcome(trajectory=session.trajectory, failure=failed.reason, detail=str(failed))
         except AbortedError:
