@@ -145,10 +145,8 @@ def refuse_unasked(ledger: Ledger, config: Config, overrides: Sequence[str], rew
     if silent := [c for c in _unbooked(ledger, config, reward) if c.key not in asked]:
         told = "".join(f"\n  {c.key} was {c.before}, and is {c.after}" for c in silent)
         words = " ".join(f"{c.key}={values(config)[c.key]}" for c in silent)
-        raise RunError(
-            f"{ledger.run_dir} has changed since step {silent[0].step}:{told}\nTake that back, or ask for it: "
-            f"headrace resume {ledger.run_dir} {words}"
-        )
+        ask = f"Take that back, or ask for it: headrace resume {ledger.run_dir} {words}"
+        raise RunError(f"{ledger.run_dir} has changed since step {silent[0].step}:{told}\n{ask}")
 
 
 def book_origin(ledger: Ledger, config: Config, reward: str = "") -> None:

@@ -246,11 +246,9 @@ class Loop:
     def _check_skipped(self, row: Row) -> None:
         self._skipped = self._skipped + 1 if row.skipped else 0
         if row.skipped and self._skipped == min(SKIPPED_STEPS, self.config.loop.steps):
-            raise StalledError(
-                f"the last {self._skipped} steps were skipped because their gradients were not "
-                "finite: training is stuck. Look at the rewards (very large ones overflow), lower "
-                "learner.lr, or set model.dtype=float32"
-            )
+            told = "because their gradients were not finite: training is stuck. Look at the rewards"
+            helps = "(very large ones overflow), lower learner.lr, or set model.dtype=float32"
+            raise StalledError(f"the last {self._skipped} steps were skipped {told} {helps}")
 
     async def redo(self, groups: list[Group]) -> StepStats:
         """Take a step of a dead process again, with the same groups in the same order."""

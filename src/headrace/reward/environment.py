@@ -63,10 +63,8 @@ def environment_function(spec: str) -> RewardFunction:
         raise ConfigError(f"episode.environment = '{spec}' must be a class with a method start(self, prompt)")
     host = LiveEnvironments(make)
     if not host.tools and not hasattr(make, "reply"):
-        raise ConfigError(
-            f"episode.environment = '{spec}' has no tools (public methods) and no method reply(self, text): "
-            "there is nothing that the policy could do"
-        )
+        why = "no method reply(self, text): there is nothing that the policy could do"
+        raise ConfigError(f"episode.environment = '{spec}' has no tools (public methods) and {why}")
     methods = [getattr(make, name) for name in (*host.tools, *PROTOCOL) if hasattr(make, name)]
     if any(map(inspect.iscoroutinefunction, methods)):
         return RewardFunction(name=make.__name__, call=host.answer, mode="async", read=_read)
