@@ -38,11 +38,9 @@ class Recovery:
 
     def attempts(self, *, state: str | None = None, wave: int | None = None) -> list[Attempt]:
         """All attempts, or those with this `state` or `wave`, in the order of their start."""
-        found = self.ledger.read(
-            "SELECT serial, number, prompt_id, wave, version FROM attempts "
-            "WHERE state = COALESCE(?, state) AND wave = COALESCE(?, wave) ORDER BY wave, serial",
-            (state, wave),
-        )
+        columns = "serial, number, prompt_id, wave, version"
+        where = "state = COALESCE(?, state) AND wave = COALESCE(?, wave) ORDER BY wave, serial"
+        found = self.ledger.read(f"SELECT {columns} FROM attempts WHERE {where}", (state, wave))
         return [Attempt(*values) for values in found]
 
     def buffered_groups(self) -> list[tuple[int, int]]:
