@@ -144,10 +144,7 @@ def syscall_filter(machine: str) -> bytes:
         # its flags are in memory, where no filter can look: without it, libraries use clone
         (_EQUAL, 0, 1, _CLONE3[column]),
         (_RETURN, 0, 0, _FAIL | errno.ENOSYS),
-    ]
-    for numbers in REFUSED.values():
-        program += [(_EQUAL, 0, 1, numbers[column]), refuse]
-    program += [
+        *(each for numbers in REFUSED.values() for each in ((_EQUAL, 0, 1, numbers[column]), refuse)),
         (_EQUAL, 0, 4, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_ANY_BIT, 1, 0, _NEW_NAMESPACES),
