@@ -279,14 +279,13 @@ def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
 
 
 def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
-    match name:
-        case "exact":  # 1 if the text is the expected answer, ignoring white space around it
-            return lambda c: float(c.text.strip() == expected_answer(c, answer_field))
-        case "regex":
-            return regex(answer_field, pattern)
-        case _:  # "math": 1 if the answer is mathematically equal to the expected one
-            equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
-            return lambda c: float(equal(c.text, expected_answer(c, answer_field)))
+    if name == "exact":  # 1 if the text is the expected answer, ignoring white space around it
+        return lambda c: float(c.text.strip() == expected_answer(c, answer_field))
+    if name == "regex":
+        return regex(answer_field, pattern)
+    # "math": 1 if the answer is mathematically equal to the expected one
+    equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
+    return lambda c: float(equal(c.text, expected_answer(c, answer_field)))
 
 
 def regex(answer_field: str, pattern: str) -> Reward:
