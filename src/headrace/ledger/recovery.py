@@ -131,11 +131,9 @@ def changes(ledger: Ledger) -> list[Change]:
 def _unbooked(ledger: Ledger, config: Config, reward: str) -> list[Change]:
     before, after = json.loads(ledger.remembered().get(_ORIGIN, "{}")), origin_of(config, reward)
     step = len(ledger.rows())
-    return [
-        Change(step=step, key=key, before=before.get(key, ""), after=after[key])
-        for key in after
-        if before.get(key, after[key]) != after[key]  # a setting that is new has its default
-    ]
+    # a setting that is new has its default
+    changed = [key for key in after if before.get(key, after[key]) != after[key]]
+    return [Change(step=step, key=key, before=before[key], after=after[key]) for key in changed]
 
 
 def refuse_unasked(ledger: Ledger, config: Config, overrides: Sequence[str], reward: str = "") -> None:
