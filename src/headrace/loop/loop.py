@@ -76,7 +76,7 @@ class Loop:
         tasks = (sampling, self._learning, producing, delivering)  # if the first fails, others do
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            await self._end(sampling, producing, delivering)
+            await self._end(self._learning, sampling, producing, delivering)
             await self._written()
         except asyncio.CancelledError:
             self.ending.become(State.ABANDONED)
@@ -289,13 +289,12 @@ class Loop:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    async def _end(self, *tasks: asyncio.Task[None]) -> None:
+    async def _end(self, learning: asyncio.Task[None], *tasks: asyncio.Task[None]) -> None:
         """End all tasks; what is left behind depends on the `State` (see ending.py)."""
         sampling, producing, delivering = tasks
         self.ending.become(State.FAILED)
-        assert self._learning is not None
-        self._learning.cancel()
-        await asyncio.wait([self._learning])
+        learning.cancel()
+        await asyncio.wait([learning])
         delivered = asyncio.create_task(self._offered.join())
         if not self.stages.ranks.lost:
             await asyncio.wait([delivering, delivered], return_when=asyncio.FIRST_COMPLETED)
