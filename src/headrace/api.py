@@ -269,7 +269,7 @@ async def _train(
         watchdog.start()
         sinks = open_sinks(config, run_dir, place.ledger.rows() if place.ledger is not None else [])
         watcher.header(config, run_dir, _facts(place))
-        if not resumed:
+        if config.warmstart.steps and not resumed:
             await _warm_start(place, watcher)
 
         def on_row(row: Row) -> None:
@@ -424,14 +424,12 @@ async def _interruptible(loop: Loop) -> None:
 
 
 async def _warm_start(place: Place, watcher: Watcher) -> None:
-    section = place.config.warmstart
-    if not section.steps:
-        return
-    watcher.phase(f"warm start: {section.steps} supervised steps on worked examples")
+    steps = place.config.warmstart.steps
+    watcher.phase(f"warm start: {steps} supervised steps on worked examples")
     with place.clock.span("warm start"):
         async for done, loss in place.warm_start():
             place.clock.moved("warm start")
-            watcher.progress(done, section.steps, f"loss {loss:.3f}")
+            watcher.progress(done, steps, f"loss {loss:.3f}")
 
 
 async def _score(place: Place) -> float | None:

@@ -449,13 +449,11 @@ def _of_generation(config: Config) -> Iterator[str]:
         yield "loop.keep_best needs evaluations during training: set loop.eval_every"
     if rollout.on_wall == "park" and not rollout.max_wall_s:
         yield "rollout.on_wall = 'park' needs rollout.max_wall_s, the seconds after which an answer is laid aside"
-    num_trajectories = int(rollout.samples * loop.groups_per_step * (loop.max_lag + 1))
-    if num_trajectories > MOST_TRAJECTORIES:
-        yield (
-            f"rollout.samples = {rollout.samples}, loop.groups_per_step = {loop.groups_per_step} "
-            f"and loop.max_lag = {loop.max_lag}: {num_trajectories:,} trajectories would be under "
-            f"way at a time, more than {MOST_TRAJECTORIES:,}; lower one of them"
-        )
+    num = int(rollout.samples * loop.groups_per_step * (loop.max_lag + 1))
+    if num > MOST_TRAJECTORIES:
+        of = f"rollout.samples = {rollout.samples}, loop.groups_per_step = {loop.groups_per_step}"
+        told = f"{num:,} trajectories would be under way at a time, more than {MOST_TRAJECTORIES:,}"
+        yield f"{of} and loop.max_lag = {loop.max_lag}: {told}; lower one of them"
     kv_needed = config.prompts.max_tokens + rollout.max_new_tokens
     if 0 < rollout.kv_tokens < kv_needed:
         told = f"prompts.max_tokens + rollout.max_new_tokens = {kv_needed}"

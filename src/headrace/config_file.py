@@ -29,9 +29,7 @@ DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` 
 HARDWARE = Path(__file__).with_name("hardware.toml")  # what devices can do and cost
 SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, field in Config.model_fields.items()}
 Given = tuple[Any, str]  # a value somebody wrote, and where
-SETTINGS: dict[str, FieldInfo] = {
-    f"{section}.{key}": field for section, model in SECTIONS.items() for key, field in model.model_fields.items()
-}
+SETTINGS = {f"{name}.{key}": field for name, model in SECTIONS.items() for key, field in model.model_fields.items()}
 
 PAIRS = {
     "learner.betas": ("learner.beta1", "learner.beta2"),
@@ -64,8 +62,7 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, of_a_
     if of_a_run:
         _renew(given)
     problems = file_problems + _read_overrides(overrides, given)
-    for key in [key for key in given if key not in SETTINGS]:
-        problems.append(_unknown(key, given.pop(key)[1]))
+    problems += [_unknown(key, given.pop(key)[1]) for key in list(given) if key not in SETTINGS]
     config, invalid = _validate(given, file_is_whole=not file_problems)
     problems += invalid
     if len(problems) > 1:
@@ -76,11 +73,10 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, of_a_
 
 
 def to_toml(config: Config) -> str:
-    blocks = []
-    for section, values in config.model_dump().items():
-        lines = [f"{key} = {_toml_value(value)}" for key, value in values.items()]
-        blocks.append("\n".join([f"[{section}]", *lines]))
-    return "\n\n".join(blocks) + "\n"
+    return "\n".join(
+        f"[{section}]\n" + "".join(f"{key} = {_toml_value(v)}\n" for key, v in values.items())
+        for section, values in config.model_dump().items()
+    )
 
 
 def rooted(config: Config) -> Config:
@@ -91,15 +87,14 @@ def rooted(config: Config) -> Config:
     changes: dict[str, Any] = {"run": {"dir": config.run.dir and os.path.abspath(config.run.dir)}}
     for key in NAME_FILES:
         section, _, name = key.partition(".")
-        given: Any = attrgetter(key)(config)
-        specs = given if isinstance(given, tuple) else (given,)
-        found = tuple(_absolute(key, spec) for spec in specs)
-        changes.setdefault(section, {})[name] = found if specs is given else found[0]
+        changes.setdefault(section, {})[name] = _absolute(key, attrgetter(key)(config))
     return config.but(**changes)
 
 
-def _absolute(key: str, spec: str) -> str:
+def _absolute(key: str, spec: Any) -> Any:
     """Also of a function in a module that is a file here, unless an installed one has its name."""
+    if isinstance(spec, tuple):
+        return tuple(_absolute(key, one) for one in spec)
     place, colon, name = spec.rpartition(":")
     if key == "episode.agent" and not names_function(spec):
         return spec
@@ -357,17 +352,13 @@ def _similarity(one: str, other: str) -> float:
 
 def _type_text(field: FieldInfo, value: Any = None) -> str:
     """What a setting may be. The bound `MOST` is named only if `value` is beyond it."""
-    bounds = {
-        name: getattr(limit, name)
-        for limit in field.metadata
-        for name in ("ge", "gt", "le", "lt")
-        if hasattr(limit, name) and math.isfinite(getattr(limit, name))
-    }
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    found = ((name, getattr(limit, name, math.inf)) for limit in field.metadata for name in words)
+    bounds = {name: bound for name, bound in found if math.isfinite(bound)}
     if bounds.get("le") == MOST and not (isinstance(value, int | float) and value > MOST):
         del bounds["le"]
     if value is None and {"ge", "le"} <= bounds.keys():  # for a table, in fewer words
         return f"{_annotation_text(field.annotation)} from {bounds['ge']:,} to {bounds['le']:,}"
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     limits = " and ".join(f"{words[name]} {bounds[name]:,}" for name in words if name in bounds)
     finite = "" if not isinstance(value, float) or math.isfinite(value) else "finite "
     return f"{_annotation_text(field.annotation)} {limits}".rstrip().replace("number", f"{finite}number")

@@ -31,10 +31,8 @@ LAST_WORDS_S = 5.0  # to read what one that was killed has said
 SHM_MB = 64
 MB = 1 << 20
 
-_HOW = (
-    "Debian and Ubuntu: apt install bubblewrap; Fedora: dnf install bubblewrap. "
-    "With reward.sandbox = false, reward functions and environments run without it"
-)
+_HOW = "Debian and Ubuntu: apt install bubblewrap; Fedora: dnf install bubblewrap. "
+_HOW += "With reward.sandbox = false, reward functions and environments run without it"
 _ISOLATED = (
     "--unshare-all --unshare-user --disable-userns --cap-drop ALL --die-with-parent --new-session --clearenv "
     f"--proc /proc --dev /dev --size {SHM_MB * MB} --tmpfs /dev/shm --remount-ro /dev"
@@ -146,10 +144,7 @@ def syscall_filter(machine: str) -> bytes:
         # its flags are in memory, where no filter can look: without it, libraries use clone
         (_EQUAL, 0, 1, _CLONE3[column]),
         (_RETURN, 0, 0, _FAIL | errno.ENOSYS),
-    ]
-    for numbers in REFUSED.values():
-        program += [(_EQUAL, 0, 1, numbers[column]), refuse]
-    program += [
+        *(each for numbers in REFUSED.values() for each in ((_EQUAL, 0, 1, numbers[column]), refuse)),
         (_EQUAL, 0, 4, _CLONE[column]),
         (_LOAD, 0, 0, _FIRST_ARGUMENT),
         (_ANY_BIT, 1, 0, _NEW_NAMESPACES),
@@ -228,9 +223,8 @@ def _as_nobody(shown: Sequence[str]) -> list[str]:
     for path in sorted({*shown, *map(os.path.realpath, shown)}):
         mode = os.stat(path).st_mode
         if not mode & 0o004 or (os.path.isdir(path) and not mode & 0o001):
-            raise SandboxError(
-                f"the sandbox runs as user {NOBODY}, who cannot read {path}: allow it with chmod -R o+rX {path}"
-            )
+            told = f"who cannot read {path}: allow it with chmod -R o+rX {path}"
+            raise SandboxError(f"the sandbox runs as user {NOBODY}, {told}")
         shut = [str(parent) for parent in Path(path).parents if not os.stat(parent).st_mode & 0o001]
         if shut:
             closed.add(shut[-1])
@@ -247,20 +241,18 @@ def _as_nobody(shown: Sequence[str]) -> list[str]:
 def check_system() -> None:
     """Raise SandboxError if no sandbox can be made here."""
     if os.environ.get(INSIDE):
-        raise SandboxError(
-            "this code is in a sandbox already (reward.sandbox = true), and there is none inside another; "
-            "a reward function that calls headrace.sandbox.run needs reward.sandbox = false"
-        )
+        told = "a reward function that calls headrace.sandbox.run needs reward.sandbox = false"
+        inside = "in a sandbox already (reward.sandbox = true), and there is none inside another"
+        raise SandboxError(f"this code is {inside}; {told}")
     missing = [name for name in ("bwrap", "setpriv", "prlimit", "choom") if shutil.which(name) is None]
     if missing:
         raise SandboxError(f"the sandbox needs bubblewrap and util-linux; there is no {', '.join(missing)}. {_HOW}")
     tried = [*_as_nobody([]), _tool("bwrap"), *_ISOLATED, "--ro-bind", "/", "/", "--", "true"]
     done = subprocess.run(tried, capture_output=True, text=True, timeout=START_S)
     if done.returncode:
-        raise SandboxError(
-            f"bubblewrap does not work here: {done.stderr.strip()}. It must be 0.8 or newer, and the system must allow "
-            "user namespaces (kernel.unprivileged_userns_clone, AppArmor, and the limits of a container). " + _HOW
-        )
+        where = "kernel.unprivileged_userns_clone, AppArmor, and the limits of a container"
+        told = f"It must be 0.8 or newer, and the system must allow user namespaces ({where}). {_HOW}"
+        raise SandboxError(f"bubblewrap does not work here: {done.stderr.strip()}. {told}")
 
 
 def _tool(name: str) -> str:

@@ -33,8 +33,7 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        expected = "'module:function' or 'path/to/file.py:function'"
-        raise error(f"{setting} = '{spec}': expected {expected}")
+        raise error(f"{setting} = '{spec}': expected 'module:function' or 'path/to/file.py:function'")
     path = Path(os.path.expanduser(place)) if names_file(place) else None
     if path is not None and not path.is_file():
         raise error(f"{setting}: there is no file {path.absolute()}")

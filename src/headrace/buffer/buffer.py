@@ -332,11 +332,11 @@ class Buffer:
     def _check_progress(self) -> None:
         if self._barren.total() >= self.patience * self.policy.groups_per_step:
             reasons = ", ".join(f"{count} x {reason}" for reason, count in self._barren.most_common())
-            hint = "no_signal means that all answers to a prompt got the same reward: the task is too hard "
-            hint += "or too easy, or the reward does not distinguish answers. "
-            error = f"\nThe first error: {self.sieve.first_error}" if DropReason.FILTER_ERROR in self._barren else ""
-            raise StalledError(
-                f"nothing to train on: the last {self._barren.total()} groups were all dropped ({reasons}). "
-                f"{hint if DropReason.NO_SIGNAL in self._barren else ''}buffer.patience sets how long to wait."
-                f"{error}"
-            )
+            why = f"the last {self._barren.total()} groups were all dropped ({reasons}). "
+            if DropReason.NO_SIGNAL in self._barren:
+                why += "no_signal means that all answers to a prompt got the same reward: the task is "
+                why += "too hard or too easy, or the reward does not distinguish answers. "
+            why += "buffer.patience sets how long to wait."
+            if DropReason.FILTER_ERROR in self._barren:
+                why += f"\nThe first error: {self.sieve.first_error}"
+            raise StalledError(f"nothing to train on: {why}")

@@ -114,10 +114,9 @@ def explain(error: sqlite3.Error, path: Path) -> RunError:
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
         return RunError(f"Cannot open {path} ({error}). Check the permissions of the file and its directory.")
     if code == sqlite3.SQLITE_BUSY:
-        return RunError(
-            f"{path} is locked: another program has been using it for more than {LOCK_WAIT_S:g} s. "
-            f"End that program; `headrace resume {path.parent}` continues the run."
-        )
+        used = f"another program has been using it for more than {LOCK_WAIT_S:g} s"
+        told = f"End that program; `headrace resume {path.parent}` continues the run"
+        return RunError(f"{path} is locked: {used}. {told}.")
     if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
         return RunError(f"{path} is damaged, or not a Headrace ledger ({error}).")
     return RunError(f"The ledger {path} cannot be used: {error}.")
@@ -184,7 +183,6 @@ def _check_version(connection: sqlite3.Connection, path: Path) -> None:
         raise RunError(f"{path} is not a Headrace ledger, or its run is just starting.")
     meta = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('schema', 'headrace')"))
     if meta.get("schema") != SCHEMA_VERSION:
-        raise RunError(
-            f"{path} has the ledger layout {meta.get('schema', '?')} of headrace {meta.get('headrace', '?')}; this is "
-            f"headrace {__version__} with layout {SCHEMA_VERSION}. Use the version that made the run."
-        )
+        made = f"layout {meta.get('schema', '?')} of headrace {meta.get('headrace', '?')}"
+        this = f"this is headrace {__version__} with layout {SCHEMA_VERSION}"
+        raise RunError(f"{path} has the ledger {made}; {this}. Use the version that made the run.")

@@ -65,10 +65,8 @@ def _new_run_dir(runs: Path) -> Path:
 
 def _set_aside(run_dir: Path, config: Config) -> None:
     if not config.run.overwrite:
-        raise RunError(
-            f"{run_dir} holds an earlier run. Go on with it by `headrace resume {run_dir}`, "
-            "choose another run.dir, or replace it with run.overwrite=true"
-        )
+        told = f"Go on with it by `headrace resume {run_dir}`, choose another run.dir, or"
+        raise RunError(f"{run_dir} holds an earlier run. {told} replace it with run.overwrite=true")
     for key in ("path", "tokenizer"):
         path = Path(getattr(config.model, key)).resolve()
         if any(path.is_relative_to((run_dir / name).resolve()) for name in PARTS):

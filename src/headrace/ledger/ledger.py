@@ -155,10 +155,8 @@ class Ledger(AbstractContextManager["Ledger"]):
         If an earlier attempt at the same trajectory was dropped, this one is booked as redone: it
         was generated again only because of a restart.
         """
-        before = (
-            "SELECT 1 FROM trajectories WHERE serial = ? AND attempt < ? AND idx = ? "
-            "AND state = 'dropped' AND drop_reason NOT IN ('redone', 'crashed', 'run_ended')"
-        )
+        lost = "state = 'dropped' AND drop_reason NOT IN ('redone', 'crashed', 'run_ended')"
+        before = f"SELECT 1 FROM trajectories WHERE serial = ? AND attempt < ? AND idx = ? AND {lost}"
         with self.writing():
             if was_buffered:
                 for t, reason in drops:
@@ -265,22 +263,19 @@ class Ledger(AbstractContextManager["Ledger"]):
 
     def scored_since_row(self) -> list[tuple[float, int, bool]]:
         """Reward, tokens and whether truncated, of what was scored since the last row."""
-        found = self.read(
-            "SELECT t.reward, t.num_tokens, t.finish FROM trajectories t JOIN transfers x "
-            f"ON x.trajectory_id = t.id WHERE x.debit = 'in_flight' AND x.id > {LAST} "
-            "AND t.reward IS NOT NULL AND NOT EXISTS (SELECT 1 FROM attempts a "
-            "WHERE a.serial = t.serial AND a.number = t.attempt AND a.state = 'redone')",
-            (self.step,),
-        )
+        tables = "trajectories t JOIN transfers x ON x.trajectory_id = t.id"
+        came = f"x.debit = 'in_flight' AND x.id > {LAST} AND t.reward IS NOT NULL"
+        redone = "a.serial = t.serial AND a.number = t.attempt AND a.state = 'redone'"
+        where = f"{came} AND NOT EXISTS (SELECT 1 FROM attempts a WHERE {redone})"
+        query = f"SELECT t.reward, t.num_tokens, t.finish FROM {tables} WHERE {where}"
+        found = self.read(query, (self.step,))
         return [(reward, num_tokens, FinishReason(finish).cut) for reward, num_tokens, finish in found]
 
     def outcomes(self, serials: Iterable[int]) -> Outcomes:
         """Of those of these groups that are over; one that was lost has no rewards."""
-        query = (
-            "SELECT a.serial, a.version, t.reward FROM attempts a LEFT JOIN trajectories t "
-            "ON t.serial = a.serial AND t.attempt = a.number WHERE a.state IN ('closed', 'crashed') "
-            "AND a.serial IN (SELECT value FROM json_each(?)) ORDER BY a.serial, t.idx"
-        )
+        tables = "attempts a LEFT JOIN trajectories t ON t.serial = a.serial AND t.attempt = a.number"
+        over = "a.state IN ('closed', 'crashed') AND a.serial IN (SELECT value FROM json_each(?))"
+        query = f"SELECT a.serial, a.version, reward FROM {tables} WHERE {over} ORDER BY a.serial, idx"
         found: dict[int, tuple[int, list[float]]] = {}
         for serial, version, reward in self.read(query, (json.dumps(list(serials)),)):
             found.setdefault(serial, (version, []))[1].extend([] if reward is None else [reward])

@@ -38,11 +38,9 @@ class Recovery:
 
     def attempts(self, *, state: str | None = None, wave: int | None = None) -> list[Attempt]:
         """All attempts, or those with this `state` or `wave`, in the order of their start."""
-        found = self.ledger.read(
-            "SELECT serial, number, prompt_id, wave, version FROM attempts "
-            "WHERE state = COALESCE(?, state) AND wave = COALESCE(?, wave) ORDER BY wave, serial",
-            (state, wave),
-        )
+        columns = "serial, number, prompt_id, wave, version"
+        where = "state = COALESCE(?, state) AND wave = COALESCE(?, wave) ORDER BY wave, serial"
+        found = self.ledger.read(f"SELECT {columns} FROM attempts WHERE {where}", (state, wave))
         return [Attempt(*values) for values in found]
 
     def buffered_groups(self) -> list[tuple[int, int]]:
@@ -133,11 +131,9 @@ def changes(ledger: Ledger) -> list[Change]:
 def _unbooked(ledger: Ledger, config: Config, reward: str) -> list[Change]:
     before, after = json.loads(ledger.remembered().get(_ORIGIN, "{}")), origin_of(config, reward)
     step = len(ledger.rows())
-    return [
-        Change(step=step, key=key, before=before.get(key, ""), after=after[key])
-        for key in after
-        if before.get(key, after[key]) != after[key]  # a setting that is new has its default
-    ]
+    # a setting that is new has its default
+    changed = [key for key in after if before.get(key, after[key]) != after[key]]
+    return [Change(step=step, key=key, before=before[key], after=after[key]) for key in changed]
 
 
 def refuse_unasked(ledger: Ledger, config: Config, overrides: Sequence[str], reward: str = "") -> None:
@@ -145,10 +141,8 @@ def refuse_unasked(ledger: Ledger, config: Config, overrides: Sequence[str], rew
     if silent := [c for c in _unbooked(ledger, config, reward) if c.key not in asked]:
         told = "".join(f"\n  {c.key} was {c.before}, and is {c.after}" for c in silent)
         words = " ".join(f"{c.key}={values(config)[c.key]}" for c in silent)
-        raise RunError(
-            f"{ledger.run_dir} has changed since step {silent[0].step}:{told}\nTake that back, or ask for it: "
-            f"headrace resume {ledger.run_dir} {words}"
-        )
+        ask = f"Take that back, or ask for it: headrace resume {ledger.run_dir} {words}"
+        raise RunError(f"{ledger.run_dir} has changed since step {silent[0].step}:{told}\n{ask}")
 
 
 def book_origin(ledger: Ledger, config: Config, reward: str = "") -> None:

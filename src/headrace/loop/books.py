@@ -76,7 +76,7 @@ class RowMaker:
 
     def begin(self) -> None:
         """The first step begins now: what came before, such as an evaluation, is in no row."""
-        self._start_s, self._counts = self._clock.now(), self._pool.counts
+        self._start_s, self._counts = self._clock.now(), asdict(self._pool.counts)
 
     def scored(self, trajectory: Trajectory) -> None:
         self._turns.append(max(1, len(trajectory.turns)))
@@ -89,7 +89,8 @@ class RowMaker:
         """Book the row of a step that ended at `end_s`, with `own` numbers; the next begins."""
         running, finished = self._clock.running(), self._clock.drain()
         busy = busy_s([*running, *finished], self._start_s, end_s)
-        moved, counts, before = self._ledger.moved_since_row(), self._pool.counts, self._counts
+        moved, counts = self._ledger.moved_since_row(), asdict(self._pool.counts)
+        did = {name: number - self._counts[name] for name, number in counts.items()}  # the engines
         dropped = {name: n for name, n in moved.items() if name.startswith(DROPPED)}
         trajectories = [t for group in taken for t in group.trajectories]
         tokens, oldest = np.array([(t.num_sampled_tokens, t.oldest_version) for t in trajectories]).T
@@ -98,8 +99,8 @@ class RowMaker:
         scored = self._ledger.scored_since_row() or own_scores
         # sorted: the order of a sum's terms decides its last bit, and rewards come in any order
         rewards, lengths, truncated = np.array(sorted(scored), np.float64).T
-        limit_s, decoding_s = counts.limit_s - before.limit_s, busy["rollout"] * len(self._pool.workers)
-        learned = asdict(stats) | asdict(stats.mismatch)  # most have the row's own names
+        limit_s, decoding_s = did["limit_s"], busy["rollout"] * len(self._pool.workers)
+        known = did | asdict(stats) | asdict(stats.mismatch)  # most have the row's own names
         row = Row(
             step=step,
             version=step,
@@ -110,10 +111,7 @@ class RowMaker:
             trained_tokens=moved.get("trained", 0),
             dropped_tokens={name.removeprefix(DROPPED): n for name, n in dropped.items() if n},
             backlog_tokens=self._ledger.totals().backlog_tokens,
-            preemptions=counts.preemptions - before.preemptions,
-            parks=counts.parks - before.parks,
-            cached_share=(counts.cached_tokens - before.cached_tokens)
-            / max(1, counts.prompt_tokens - before.prompt_tokens),
+            cached_share=did["cached_tokens"] / max(1, did["prompt_tokens"]),
             turns_mean=float(np.mean(self._turns or [1])),
             environment_s=busy["environment"],
             lag_mean=float(((step - 1 - oldest) * tokens).sum() / tokens.sum()),
@@ -126,7 +124,7 @@ class RowMaker:
             mismatch_mean=stats.mismatch.mean_abs,
             mismatch_k3=stats.mismatch.k3,
             ratio_outside=stats.mismatch.outside_share,
-            **{name: learned[name] for name in ROW_METRICS if name in learned},
+            **{name: known[name] for name in ROW_METRICS if name in known},
             mfu=stats.limit_s / busy["train"] if stats.limit_s else None,
             bandwidth_share=limit_s / decoding_s if limit_s and decoding_s else None,
             stage_s=StageTimes(**{stage: busy[stage] for stage in STAGES}),

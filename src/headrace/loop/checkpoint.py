@@ -48,7 +48,7 @@ class Checkpoints:
             write_tensors(unfinished / TENSORS)
             manifest = {"layout": LAYOUT, "version": version, "facts": facts, "files": _checksums(unfinished)}
             (unfinished / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-            for path in (*_files(unfinished), unfinished / TENSORS, unfinished):
+            for path in (*unfinished.rglob("*"), unfinished):
                 _sync(path)
             shutil.rmtree(final, ignore_errors=True)  # a resumed run reaches a version again
             unfinished.rename(final)
@@ -89,10 +89,6 @@ def _checked(path: Path) -> Checkpoint:
     return Checkpoint((path / TENSORS).absolute(), manifest["version"], manifest["facts"])
 
 
-def _files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
-
-
 def _checksums(directory: Path) -> dict[str, str]:
     """Of all files in it, by name. Several at a time: hashing does not hold Python's lock."""
 
@@ -101,7 +97,7 @@ def _checksums(directory: Path) -> dict[str, str]:
             return str(file.relative_to(directory)), hashlib.file_digest(content, "sha256").hexdigest()
 
     with ThreadPoolExecutor(4) as pool:
-        return dict(pool.map(checksum, _files(directory)))
+        return dict(pool.map(checksum, sorted(filter(Path.is_file, directory.rglob("*")))))
 
 
 def _sync(path: Path) -> None:

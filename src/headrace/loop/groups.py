@@ -96,8 +96,7 @@ class Groups:
         """
         stages = self._stages
         version = stages.buffer.start(serial, attempt)
-        wave = stages.buffer.wave
-        started = Attempt(serial=serial, number=attempt, prompt_id=prompt.id, wave=wave, version=version)
+        started = Attempt(serial, attempt, prompt.id, stages.buffer.wave, version)
         if so_far is None:
             stages.ledger.started(len(self._samplings), started)
         answers = stages.answers.start(Order.group(serial, prompt, self._samplings, attempt=attempt, so_far=so_far))
@@ -127,10 +126,8 @@ class Groups:
             failed += [(trajectory, str(reason)) for trajectory in scored]
             scored = ()
         self._stages.books.dropped(failed, group, was_buffered=False)
-        buffered = False
-        if scored:
-            buffered = await self._stages.buffer.put(group, refusal)
-        else:
+        buffered = bool(scored) and await self._stages.buffer.put(group, refusal)
+        if not scored:
             await self._stages.buffer.lose(serial, failed[0][1])
         resumable = self._ending.orderly and self._ending.state is not State.COMPLETE
         if not buffered and not resumable:  # a resumed run makes another attempt
@@ -233,16 +230,11 @@ async def evaluate(answers: Answers, scorer: Scorer, prompts: list[Prompt], conf
 
     Answers that could not be scored are left out, not counted as zero; None if all were.
     """
-    sampling = Sampling(
-        max_new_tokens=config.rollout.max_new_tokens,
-        temperature=config.loop.eval_temperature,
-        stop=config.rollout.stop,
-    )
-    episodes = [
-        episode(prompt, answer, scorer.score, time.monotonic)
-        for i, prompt in enumerate(prompts)
-        for answer in answers.start(Order.group(i, prompt, [sampling] * config.loop.eval_samples, counted=False))
-    ]
+    loop, known = config.loop, config.rollout.model_dump(include={"max_new_tokens", "stop"})
+    samplings = [Sampling(**known, temperature=loop.eval_temperature)] * loop.eval_samples
+    orders = [Order.group(i, prompt, samplings, counted=False) for i, prompt in enumerate(prompts)]
+    started = [(order.prompt, answer) for order in orders for answer in answers.start(order)]
+    episodes = [episode(prompt, answer, scorer.score, time.monotonic) for prompt, answer in started]
     found = [outcome.trajectory.reward for outcome in await asyncio.gather(*episodes)]
     rewards = [reward for reward in found if reward is not None]
     return sum(rewards) / len(rewards) if rewards else None

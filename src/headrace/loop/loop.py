@@ -76,7 +76,7 @@ class Loop:
         tasks = (sampling, self._learning, producing, delivering)  # if the first fails, others do
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            await self._end(sampling, producing, delivering)
+            await self._end(self._learning, sampling, producing, delivering)
             await self._written()
         except asyncio.CancelledError:
             self.ending.become(State.ABANDONED)
@@ -246,11 +246,9 @@ class Loop:
     def _check_skipped(self, row: Row) -> None:
         self._skipped = self._skipped + 1 if row.skipped else 0
         if row.skipped and self._skipped == min(SKIPPED_STEPS, self.config.loop.steps):
-            raise StalledError(
-                f"the last {self._skipped} steps were skipped because their gradients were not "
-                "finite: training is stuck. Look at the rewards (very large ones overflow), lower "
-                "learner.lr, or set model.dtype=float32"
-            )
+            told = "because their gradients were not finite: training is stuck. Look at the rewards"
+            helps = "(very large ones overflow), lower learner.lr, or set model.dtype=float32"
+            raise StalledError(f"the last {self._skipped} steps were skipped {told} {helps}")
 
     async def redo(self, groups: list[Group]) -> StepStats:
         """Take a step of a dead process again, with the same groups in the same order."""
@@ -291,13 +289,12 @@ class Loop:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    async def _end(self, *tasks: asyncio.Task[None]) -> None:
+    async def _end(self, learning: asyncio.Task[None], *tasks: asyncio.Task[None]) -> None:
         """End all tasks; what is left behind depends on the `State` (see ending.py)."""
         sampling, producing, delivering = tasks
         self.ending.become(State.FAILED)
-        assert self._learning is not None
-        self._learning.cancel()
-        await asyncio.wait([self._learning])
+        learning.cancel()
+        await asyncio.wait([learning])
         delivered = asyncio.create_task(self._offered.join())
         if not self.stages.ranks.lost:
             await asyncio.wait([delivering, delivered], return_when=asyncio.FIRST_COMPLETED)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from headrace.errors import PublishError, WorkerLostError
 from headrace.learner.ranks import Ranks
@@ -189,10 +190,8 @@ class WeightPublisher:
     def _book(self, version: int, times: PublishTimes, fetch_s: float) -> None:
         """`fetch_s` is the slowest receiver's. Workers book themselves what applying takes."""
         end_s = self._begun_s
+        span = partial(StageSpan, stage="publish", version=version, worker=LEADER)
         for operation, (seconds, num_bytes) in times.items():
             start_s, end_s = end_s, end_s + seconds + (fetch_s if operation == "transfer" else 0.0)
             detail = f"{operation}, {num_bytes} bytes"
-            span = StageSpan(
-                stage="publish", start_s=start_s, end_s=end_s, version=version, worker=LEADER, detail=detail
-            )
-            self.clock.add(span)
+            self.clock.add(span(start_s=start_s, end_s=end_s, detail=detail))

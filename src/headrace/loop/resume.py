@@ -76,11 +76,9 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
         if row is None:  # the process died between the update and its booking
             loop.on_row(await loop.conclude(step, groups, stats, may_evaluate=False))
         elif not stats.skipped and (stats.loss, stats.grad_norm) != (row.loss, row.grad_norm):
-            on_note(
-                f"step {step} came out differently the second time (gradient norm "
-                f"{stats.grad_norm:.6g}, before {row.grad_norm:.6g}): it was first taken on another "
-                "machine, or this one does not compute the same twice"
-            )
+            norms = f"gradient norm {stats.grad_norm:.6g}, before {row.grad_norm:.6g}"
+            told = "first taken on another machine, or this one does not compute the same twice"
+            on_note(f"step {step} came out differently the second time ({norms}): it was {told}")
         redone.append(groups)
     return redone
 

@@ -38,10 +38,8 @@ def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
 
     Raises if no run may start; with `exact`, unless engine and learner agree to the last bit.
     """
-    distance = (
-        f"with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are "
-        f"{mismatch.mean_abs:.2g} nats away from the engine's on average"
-    )
+    far = f"{mismatch.mean_abs:.2g} nats away from the engine's on average"
+    distance = f"with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are {far}"
     if not mismatch.mean_abs <= FAR:  # true for NaN
         raise ModelError(
             f"the run does not start: {distance}, and rounding explains at most "
@@ -50,10 +48,9 @@ def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
             "another model (model.path) and report this one"
         )
     if exact and mismatch.mean_abs:
-        raise ModelError(
-            f"model.exact = true, but the start-up check found a difference: {distance}. Set "
-            "model.exact = false, and please report it with the model and the machine"
-        )
+        told = "Set model.exact = false, and please report it with the model and the machine"
+        found = f"the start-up check found a difference: {distance}"
+        raise ModelError(f"model.exact = true, but {found}. {told}")
     if mismatch.mean_abs <= LARGE[dtype]:
         return ""
     advice = (
@@ -61,11 +58,9 @@ def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
         if dtype in ("bfloat16", "float16")
         else "engine and learner compute different things for this model; please report it"
     )
-    return (
-        f"self-check: {distance}, and {mismatch.outside_share:.0%} of the ratios are "
-        f"outside [{NEAR[0]}, {NEAR[1]}]. Rounding in {dtype} explains at most {LARGE[dtype]:g}, so "
-        f"part of what is trained will be noise: {advice}"
-    )
+    ratios = f"{mismatch.outside_share:.0%} of the ratios are outside [{NEAR[0]}, {NEAR[1]}]"
+    told = f"{LARGE[dtype]:g}, so part of what is trained will be noise: {advice}"
+    return f"self-check: {distance}, and {ratios}. Rounding in {dtype} explains at most {told}"
 
 
 @dataclass

@@ -121,7 +121,7 @@ class PromptStream:
             told = f"prompts.eval_count = {held} of them are held out, which leaves none to train on"
             helps = "lower prompts.eval_count or set prompts.eval_source"
             raise DataError(f"{name} has {total} records and {told}; {helps}")
-        self.held_out = self._hold_out(total - held)  # at the end of the source
+        self.held_out = self._hold_out(total - held, opened)  # at the end of the source
         self._train, self._fingerprint = self._check(total - held)
         self._examples = self._source, self._train
         if worked_source:
@@ -205,17 +205,16 @@ class PromptStream:
         records = ((i, self._source[i]) for i in map(int, self._train))
         return (Known(id=_id(record, "train", i), fields=record) for i, record in records)
 
-    def _hold_out(self, num_train: int) -> list[Prompt]:
-        section, held, name = self._section, self._section.eval_count, self._section.eval_source
+    def _hold_out(self, num_train: int, opened: Callable[..., PromptSource]) -> list[Prompt]:
+        held, name = self._section.eval_count, self._section.eval_source
         if not name:
             # An id of the record's own stays: ids are unique within one source.
             return [self._prompt(i, "eval") for i in range(num_train, num_train + held)]
-        seed, field, setting = self._seed + EVAL_SEED_OFFSET, section.prompt_field, "prompts.eval_source"
-        source = open_source(name, count=held, seed=seed, prompt_field=field, setting=setting)
+        seed, setting = self._seed + EVAL_SEED_OFFSET, "prompts.eval_source"
+        source = opened(name, count=held, seed=seed, setting=setting)
         if len(source) < held:
-            raise DataError(
-                f"prompts.eval_source = '{name}' has {len(source)} records, fewer than prompts.eval_count = {held}"
-            )
+            told = f"{len(source)} records, fewer than prompts.eval_count = {held}"
+            raise DataError(f"{setting} = '{name}' has {told}")
         # never the id of a training prompt, though both files may number their records alike
         records = ((i, source[i]) for i in range(held))
         ids = ((i if record.get("id") is None else record["id"], record) for i, record in records)

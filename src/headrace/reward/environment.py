@@ -63,10 +63,8 @@ def environment_function(spec: str) -> RewardFunction:
         raise ConfigError(f"episode.environment = '{spec}' must be a class with a method start(self, prompt)")
     host = LiveEnvironments(make)
     if not host.tools and not hasattr(make, "reply"):
-        raise ConfigError(
-            f"episode.environment = '{spec}' has no tools (public methods) and no method reply(self, text): "
-            "there is nothing that the policy could do"
-        )
+        why = "no method reply(self, text): there is nothing that the policy could do"
+        raise ConfigError(f"episode.environment = '{spec}' has no tools (public methods) and {why}")
     methods = [getattr(make, name) for name in (*host.tools, *PROTOCOL) if hasattr(make, name)]
     if any(map(inspect.iscoroutinefunction, methods)):
         return RewardFunction(name=make.__name__, call=host.answer, mode="async", read=_read)
@@ -176,12 +174,9 @@ def call(function: Callable[..., Any], arguments: str | Mapping[str, Any]) -> An
         checked = model.model_validate(json.loads(arguments or "{}") if isinstance(arguments, str) else arguments)
     except ValidationError as error:
         takes = ", ".join(field.alias or "" for field in model.model_fields.values()) or "none"
-        extra = f"there is no such argument; it takes: {takes}"
-        found = [
-            (".".join(map(str, e["loc"])), extra if e["type"] == "extra_forbidden" else e["msg"])
-            for e in error.errors()
-        ]
-        text = "; ".join(f"{where}: {why}" if where else why for where, why in found)
+        own = {"extra_forbidden": f"there is no such argument; it takes: {takes}"}
+        bad = [(".".join(map(str, e["loc"])), own.get(e["type"], e["msg"])) for e in error.errors()]
+        text = "; ".join(f"{where}: {why}" if where else why for where, why in bad)
         raise ToolArgumentsError(f"'{name}' cannot take these arguments: {text}") from error
     except ValueError as error:
         raise ToolArgumentsError(f"the arguments of '{name}' are not valid JSON: {error}") from error

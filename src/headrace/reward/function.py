@@ -111,10 +111,9 @@ def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> Re
         return RewardFunction(name=spec, call=builtin_function(spec, answer_field, pattern))
     near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    raise RewardError(
-        f"reward.function = '{spec}' is not built in; {hint}There are {', '.join(BUILTIN_NAMES)}; "
-        "an own function is named 'module:function' or 'path/to/file.py:function'"
-    )
+    told = "an own function is named 'module:function' or 'path/to/file.py:function'"
+    there = f"{hint}There are {', '.join(BUILTIN_NAMES)}"
+    raise RewardError(f"reward.function = '{spec}' is not built in; {there}; {told}")
 
 
 def own_function(call: Callable[[Any], Any]) -> RewardFunction:
@@ -201,8 +200,7 @@ def read_verdict(verdict: Any, name: str) -> Score:
         if number is None or not isinstance(key, str):
             inside = f" (part {reprlib.repr(key)})" if isinstance(verdict, Mapping) else ""
             wanted = "a finite number" + ", or [end, reward] pairs, ends whole and not falling" * (key == STEPS)
-            told = f"{_describe(verdict)}{inside}, not {wanted}"
-            return failure(f"the reward function returned {told}")
+            return failure(f"the reward function returned {_describe(verdict)}{inside}, not {wanted}")
         parts[key] = number
     reward = sum(parts.values())
     if not parts or not math.isfinite(reward):
@@ -271,10 +269,9 @@ def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
         signature.bind(None)
     except TypeError as error:
         names = ", ".join(map(str, signature.parameters.values()))
-        raise RewardError(
-            f"reward.function = '{spec}' has the wrong parameters ({names}): it must take one, "
-            f"a single Completion, or a list of them if it is called '{BATCH_PARAMETER}'"
-        ) from error
+        told = f"a single Completion, or a list of them if it is called '{BATCH_PARAMETER}'"
+        wrong = f"has the wrong parameters ({names})"
+        raise RewardError(f"reward.function = '{spec}' {wrong}: it must take one, {told}") from error
     if next(iter(signature.parameters)) == BATCH_PARAMETER:
         return "batch"
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(getattr(call, "__call__", None))  # noqa: B004
@@ -282,14 +279,13 @@ def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
 
 
 def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
-    match name:
-        case "exact":  # 1 if the text is the expected answer, ignoring white space around it
-            return lambda c: float(c.text.strip() == expected_answer(c, answer_field))
-        case "regex":
-            return regex(answer_field, pattern)
-        case _:  # "math": 1 if the answer is mathematically equal to the expected one
-            equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
-            return lambda c: float(equal(c.text, expected_answer(c, answer_field)))
+    if name == "exact":  # 1 if the text is the expected answer, ignoring white space around it
+        return lambda c: float(c.text.strip() == expected_answer(c, answer_field))
+    if name == "regex":
+        return regex(answer_field, pattern)
+    # "math": 1 if the answer is mathematically equal to the expected one
+    equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
+    return lambda c: float(equal(c.text, expected_answer(c, answer_field)))
 
 
 def regex(answer_field: str, pattern: str) -> Reward:

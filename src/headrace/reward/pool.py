@@ -356,7 +356,8 @@ class JudgePool:
             left = list(worker.going.values())
             num_in_progress = 1 if worker.mode == "single" else len(left)
             score = replace(lost.score, output=worker.printed.rest(), seconds=worker.elapsed_s())
-            self._enqueue(left[num_in_progress:], first=True)
+            self._queue.extendleft(reversed(left[num_in_progress:]))
+            self._enqueue([])  # the others wake up
             for job in left[:num_in_progress]:
                 job.suspect = worker.mode != "single"
                 self._settle(job, score, again=True)
@@ -388,11 +389,8 @@ class JudgePool:
         else:
             self._enqueue([job])
 
-    def _enqueue(self, jobs: Iterable[Job], *, first: bool = False) -> None:
-        if first:
-            self._queue.extendleft(reversed(list(jobs)))
-        else:
-            self._queue.extend(jobs)
+    def _enqueue(self, jobs: Iterable[Job]) -> None:
+        self._queue.extend(jobs)
         for worker in sorted(self._workers, key=lambda w: len(w.going)):  # least busy first
             worker.wake.set()
 

@@ -52,14 +52,9 @@ class Scorer:
         on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._section, self._max_new_tokens = section, max_new_tokens
-        setup = Setup(
-            function=section.function or "exact",
-            answer_field=section.answer_field,
-            pattern=section.pattern,
-            timeout_s=section.timeout_s,
-            sandbox=section.sandbox,
-            hidden=() if run_dir is None else (str(run_dir.absolute()),),
-        )
+        known = section.model_dump(include={"answer_field", "pattern", "timeout_s", "sandbox"})
+        hidden = () if run_dir is None else (str(run_dir.absolute()),)
+        setup = Setup(**known, function=section.function or "exact", hidden=hidden)
         pool = partial(JudgePool, retries=section.retries)
         self._filters: dict[str, JudgePool | InlineJudges] = {}
         for spec in filters:
@@ -125,13 +120,10 @@ class Scorer:
         judge = partial(self._pool.run, completion)
         score = await (self._cache.fetch(completion, judge) if self._cache else judge())
         self._note_trouble(score.failure, score.detail)
-        if score.failure is not None:
-            self.num_failed += 1
+        self.num_failed += score.failure is not None
+        self.num_scored += score.failure is None
+        if score.reward is None or not self._section.overlong_tokens:
             return score
-        self.num_scored += 1
-        if not self._section.overlong_tokens:
-            return score
-        assert score.reward is not None
         # an answer that ran out of time is as overlong as one that ran out of tokens
         ran_out = completion.finish == FinishReason.WALL
         num_tokens = self._max_new_tokens if ran_out else completion.num_tokens
@@ -251,10 +243,9 @@ class TroubleNotes:
         self._pauses = bool(self._untold)
         if not self._pauses:
             return
-        told, total = [], self._untold.total()
-        for kind, num in self._untold.items():
-            several = num > 1
-            told.append(WORDS[kind].format(num=num, s="s" * several, es="es" * several, timeout_s=self._timeout_s))
+        total, limit = self._untold.total(), self._timeout_s
+        counts = [(WORDS[kind], num, "s" * (num > 1)) for kind, num in self._untold.items()]
+        told = [words.format(num=n, s=s, es=s and "es", timeout_s=limit) for words, n, s in counts]
         lines = self._detail.splitlines()
         detail = lines[-1] if self._told and lines else self._detail  # one traceback is enough
         self._on_note(", ".join(told) + ("; the first" * (total > 1) + f": {detail}") * bool(detail))
