@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from gpu_record import facts, table
 from serve_clients import REPLY, TURNS, length_of
-from serve_front import make, refusal
+from serve_front import Clients, refusal
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from headrace.config import Config
@@ -202,11 +202,12 @@ async def episodes_of(desk: Desk, tokenizer: Any, device: str) -> AsyncIterator[
     told: list[str] = []
     with TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        given = Config.model_validate({"model": {"path": folder}}), desk
         no_abort: Callable[[Sequence[int]], None] = lambda serials: None  # noqa: E731
-        episodes: Any = Episodes(make(*given, told.append), no_abort)
+        episodes: Any = Episodes(Clients(desk, told.append), no_abort)
         if device != "cpu":
-            episodes = EpisodeProcess(make, *given, no_abort, told.append)
+            episodes = EpisodeProcess(
+                Clients, Config.model_validate({"model": {"path": folder}}), desk, no_abort, told.append
+            )
         await episodes.prepare()
     try:
         yield episodes, int(told[0])

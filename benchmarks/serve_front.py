@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
 
 from serve_clients import TURNS
 
-from headrace.config import Config
 from headrace.episode.chat import Message
 from headrace.episode.session import Desk, Session
 from headrace.serve.conversation import Conversation
@@ -20,7 +18,7 @@ from headrace.types import Example, Outcome, Prompt, Sampling
 class Clients:
     """Leads episodes by what clients ask for, as the agents of a run do."""
 
-    def __init__(self, config: Config, desk: Desk, on_note: Callable[[str], None]) -> None:
+    def __init__(self, desk: Desk, on_note: Callable[[str], None]) -> None:
         self.desk, self._on_note = desk, on_note
         self._front, self._open = FrontDesk("real", desk.max_context), AsyncExitStack()
 
@@ -41,10 +39,6 @@ class Clients:
 
     async def close(self) -> None:
         await self._open.aclose()
-
-
-def make(config: Config, desk: Desk, on_note: Callable[[str], None]) -> Any:
-    return Clients(config, desk, on_note)
 
 
 def refusal(sampling: Sampling) -> str:

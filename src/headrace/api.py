@@ -189,10 +189,13 @@ def serve_run(
 
     async def work(place: Place) -> None:
         (sampling,) = samplings_of(place.config, place.config.rollout.temperature, 1)
-        front = Visitors(Path(run_dir).resolve().name, key, place.desk(), sampling)
-        async with front.listening(host, port):
-            on_ready(front.base_url)
+        name = Path(run_dir).resolve().name
+        visits = place.episodes_of(partial(Visitors, name, key, (host, port), sampling), on_ready)
+        try:
+            await visits.prepare()
             await asyncio.Event().wait()
+        finally:
+            await visits.close()
 
     _with_engines(Path(run_dir), ["episode.environment=", "episode.agent="], work, best)
 

@@ -19,7 +19,8 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 def serve(home: House) -> Visitors:
     """Let visitors in."""
-    home.front = visitors = Visitors("tiny", "k", home.desk, Sampling(max_new_tokens=60))
+    at, sampling = ("127.0.0.1", 0), Sampling(max_new_tokens=60)
+    home.front = visitors = Visitors("tiny", "k", at, sampling, home.desk, lambda base_url: None)
     return visitors
 
 

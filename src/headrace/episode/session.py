@@ -16,7 +16,18 @@ from headrace.episode.chat import Chat, Message, Messages
 from headrace.episode.tree import context, indices, place_before, told, turned
 from headrace.errors import ChatError
 from headrace.roles import R
-from headrace.types import DropReason, FinishReason, IntArray, Order, Outcome, Sampling, Trajectory, Turn
+from headrace.types import (
+    DropReason,
+    Example,
+    FinishReason,
+    IntArray,
+    Order,
+    Outcome,
+    Prompt,
+    Sampling,
+    Trajectory,
+    Turn,
+)
 
 
 class AbortedError(Exception):
@@ -168,7 +179,10 @@ class Episodes:
     _running: dict[asyncio.Task[Outcome], Session] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.prepare, self.worked, self.close = self.player.prepare, self.player.worked, self.player.close
+        self.prepare, self.close = self.player.prepare, self.player.close
+
+    async def worked(self, prompt: Prompt, chat: Messages) -> Example:
+        return await self.player.worked(prompt, chat)  # type: ignore[no-any-return]
 
     def start(self, order: Order) -> Sequence[asyncio.Future[Outcome]]:
         """An episode per sampling; those in `order.so_far` continue an earlier attempt."""

@@ -38,7 +38,7 @@ END_S = 5.0  # for the process to end by itself
 ENDED = "the process of the episodes has ended; `headrace resume` goes on with the run"
 
 Note = Callable[[str], None]  # tells the user
-Make = Callable[[Config, Desk, Note], Player | Agents]  # who leads the episodes
+Make = Callable[[Desk, Note], Any]  # what leads the episodes
 
 
 class Line:
@@ -173,7 +173,7 @@ class EpisodeProcess:
         self._spans.pop(key).close()
 
 
-def playing(run_dir: Path, config: Config, desk: Desk, on_note: Callable[[str], None]) -> Player | Agents:
+def playing(run_dir: Path, config: Config, desk: Desk, on_note: Note) -> Player | Agents:
     """Who leads the episodes of a run."""
     section = config.episode
     if section.agent:
@@ -217,11 +217,17 @@ async def _serve(end: socket.socket) -> None:
             on_turn=partial(line.tell, "on_turn"),
             refusal=refusal,
         )
-        player = make(config, desk, partial(line.tell, "note"))
-        episodes = Episodes(player, partial(line.tell, "abort"))
-        for serves in (episodes.play, episodes.abort, episodes.drain, episodes.under_way, player.worked, player.close):
+        episodes = Episodes(make(desk, partial(line.tell, "note")), partial(line.tell, "abort"))
+        for serves in (
+            episodes.play,
+            episodes.abort,
+            episodes.drain,
+            episodes.under_way,
+            episodes.worked,
+            episodes.close,
+        ):
             line.served[serves.__name__] = serves
-        await player.prepare()
+        await episodes.prepare()
 
     line.served["prepare"] = prepare
     await line.listening

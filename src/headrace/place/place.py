@@ -34,7 +34,7 @@ from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
 from headrace.measured import Row, Sample, StageClock
 from headrace.place.elastic import Elastic
-from headrace.place.episode_process import EpisodeProcess, playing
+from headrace.place.episode_process import EpisodeProcess, Make, playing
 from headrace.place.inline import InlineCluster
 from headrace.place.learner_rank import LearnerRank
 from headrace.place.reward_hosts import RewardHosts
@@ -122,7 +122,8 @@ class Place:
             on_note=on_note,
             most_behind=int(config.loop.max_lag / 2),
         )
-        self._episodes = self._make_episodes()
+        has_turns = config.episode.agent or config.episode.environment
+        self._episodes = self.episodes_of(partial(playing, run_dir, config), on_note) if has_turns else None
         num_workers, spawn = config.rollout.workers, self._spawn_rollout
         self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
         # made before anything takes long, if the model is loaded: what does not fit is said at once
@@ -147,14 +148,11 @@ class Place:
         if self._episodes is not None:
             await self._episodes.prepare()
 
-    def _make_episodes(self) -> Episodes | EpisodeProcess | None:
+    def episodes_of(self, make: Make, on_note: Callable[[str], None]) -> Episodes | EpisodeProcess:
         """In this process, if its cores are the engine's: on a CPU another one would win nothing."""
-        config, on_note, make = self.config, self._on_note, partial(playing, self.run_dir)
-        if not config.episode.agent and not config.episode.environment:
-            return None
-        if self._sending or resolve_device(config.model.device).type == "cuda":
-            return EpisodeProcess(make, config, self.desk(), self.pool.abort, on_note)
-        return Episodes(make(config, self.desk(), on_note), self.pool.abort)
+        if self._sending or resolve_device(self.config.model.device).type == "cuda":
+            return EpisodeProcess(make, self.config, self.desk(), self.pool.abort, on_note)
+        return Episodes(make(self.desk(), on_note), self.pool.abort)
 
     def desk(self) -> Desk:
         try:

@@ -5,8 +5,8 @@ import hashlib
 import hmac
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -110,14 +110,27 @@ class FrontDesk:
 
 
 class Visitors(FrontDesk):
-    """A model that is served with one key: each conversation is a session, opened when it begins. Nothing is booked."""
+    """A model that is served with one key: each conversation is a session, opened when it begins. Nothing is booked.
 
-    def __init__(self, model: str, key: str, desk: Desk, sampling: Sampling) -> None:
+    `on_ready` gets the endpoint's address.
+    """
+
+    def __init__(
+        self, model: str, key: str, at: tuple[str, int], sampling: Sampling, desk: Desk, on_ready: Callable[[str], None]
+    ) -> None:
         super().__init__(model, desk.max_context, key)
+        self._at, self._on_ready, self._open = at, on_ready, AsyncExitStack()
         self._desk, self._sampling = desk, replace(sampling, max_new_tokens=desk.max_context)
         self._visits: dict[str, Conversation] = {}  # the latest last
         self._numbers = itertools.count()
-        desk.chat.prove()
+
+    async def prepare(self) -> None:
+        self._desk.chat.prove()
+        await self._open.enter_async_context(self.listening(*self._at))
+        self._on_ready(self.base_url)
+
+    async def close(self) -> None:
+        await self._open.aclose()
 
     def conversation(self, key: str, ask: Ask, *, is_retry: bool) -> Conversation:
         known = (visit for visit in reversed(self._visits.values()) if visit.knows(ask, is_retry=is_retry))
