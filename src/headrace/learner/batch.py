@@ -6,6 +6,7 @@ experts per token. A token that two trajectories share is one of T, and two of N
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -52,9 +53,7 @@ def pack(
     replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
     lengths, after, tokens, rows = Forest(trajectories).laid_out()
 
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+    tensor = partial(torch.as_tensor, device=device)
     return Batch(
         token_ids=tensor(np.concatenate([t.token_ids for t in trajectories])[tokens].astype(np.int64)),
         plan=PackedPlan(lengths, device, after),
@@ -152,12 +151,10 @@ def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
     families = _families(sequences, budget)
     alone = [family for size, family in families if size > budget]
     shared = [family for family in families if family[0] <= budget]
-    num_batches = max(1, -(-sum(size for size, _ in shared) // budget))
-    while True:
-        batches = _split(shared, num_batches)
-        if max(size for size, _ in batches) <= budget:
-            return alone + [batch for _, batch in batches if batch]
-        num_batches += 1
+    batches = _split(shared, max(1, -(-sum(size for size, _ in shared) // budget)))
+    while max(size for size, _ in batches) > budget:
+        batches = _split(shared, len(batches) + 1)
+    return alone + [batch for _, batch in batches if batch]
 
 
 def split(items: Sequence[Item], num_parts: int) -> list[list[Item]]:

@@ -188,9 +188,8 @@ def decoupled_ppo(x: LossInput) -> LossTerms:
     The trust region is around the learner's own policy, so old samples are reweighted instead of
     clipped away.
     """
-    weight = log_ratio(x.proximal.detach(), x.behaviour).exp()
     per_token, clipped = _clipped_surrogate(log_ratio(x.current, x.proximal.detach()).exp(), x)
-    return LossTerms(weight * per_token, clipped)
+    return LossTerms(log_ratio(x.proximal.detach(), x.behaviour).exp() * per_token, clipped)
 
 
 def cispo(x: LossInput) -> LossTerms:
@@ -237,8 +236,7 @@ def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
     _, run, lengths = torch.unique_consecutive(sequence_ids, return_inverse=True, return_counts=True)
     # Not index_add: on a GPU its order of summation is not fixed, and a resumed run must be
     # bit-identical.
-    means: Tensor = torch.segment_reduce(values, "mean", lengths=lengths)
-    return means[run]
+    return torch.segment_reduce(values, "mean", lengths=lengths)[run]
 
 
 def _clipped_surrogate(ratio: Tensor, x: LossInput) -> LossTerms:

@@ -66,10 +66,9 @@ class RmsNorm(torch.autograd.Function):
         x, weight, r = ctx.saved_tensors
         unit = x * r
         pull = grad * unit
-        grad_weight = pull.flatten(0, -2).sum(0)
         along = (pull @ weight.to(r.dtype)).unsqueeze(-1).mul_(-1 / x.shape[-1])
         of_x = unit.mul_(along).addcmul_(grad, weight).mul_(r)
-        return of_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return of_x.to(x.dtype), pull.flatten(0, -2).sum(0).to(weight.dtype), None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:

@@ -162,17 +162,14 @@ class Policy:
 
     def pass_s(self, plan: PackedPlan) -> float:
         """Seconds that a forward pass of the packed tokens would take at the device's limit."""
-        weights = 2 * self.active_weights * sum(plan.lengths)
         attention = 4 * self.num_layers * self.num_heads * self.head_size * plan.num_pairs
-        return (weights + attention) / limits(self.device)[0]
+        return (2 * self.active_weights * sum(plan.lengths) + attention) / limits(self.device)[0]
 
     @cached_property
     def active_weights(self) -> float:
         """Those that a token uses; of a mixture's experts, which lie in tensors of three dimensions, some."""
-        share = self.routers.shape[1] / max(1, self.routers.num_experts)
-        sizes = ((p.numel(), share if p.ndim == 3 and share else 1.0) for p in self.model.parameters())
-        found: float = sum(size * part for size, part in sizes)
-        return found
+        share = self.routers.shape[1] / max(1, self.routers.num_experts) or 1.0
+        return float(sum(p.numel() * (share if p.ndim == 3 else 1.0) for p in self.model.parameters()))
 
     def frozen_copy(self) -> Policy:
         shards = None if self.shards is None else self.shards.frozen_copy()

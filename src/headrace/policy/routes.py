@@ -75,15 +75,14 @@ class _Choice(TorchFunctionMode):
         if func not in TOPK:
             return result
         scores: Tensor = args[0] if args else kwargs["input"]
-        own: Tensor = result[1]
         if scores.ndim != 2 or self._num_experts % scores.shape[1]:
             return result
         group_size = self._num_experts // scores.shape[1]
-        indices = self._routes.choose(self._layer, own, group_size)
+        indices = self._routes.choose(self._layer, result[1], group_size)
         if group_size == 1:
             self._routes.noted[self._layer] = indices.to(self._dtype)
             self._routes.num_choices += 1
-        if indices is own:
+        if indices is result[1]:
             return result
         return torch.return_types.topk((scores.gather(1, indices), indices))
 

@@ -171,11 +171,10 @@ class CollectiveReceiver:
 def _errors_are_ours() -> Iterator[None]:
     """By default NCCL's watchdog ends the process in which an operation timed out."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is made
-    before = os.environ.get(name)
+    before = {name: os.environ[name]} if name in os.environ else {}
     os.environ[name] = "0"
     try:
         yield
     finally:
         del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        os.environ.update(before)

@@ -91,13 +91,9 @@ class Encoder:
         self._changes = changes
         if writer.num_bytes < sum(tensor.nbytes for tensor in self._held.values()):
             return writer.payload(version, self.version, "delta")
-
-        def changed(name: str) -> Tensor:
-            tensor, (places, values) = self._held[name].clone(), changes[name]
-            bits(tensor)[places] = values
-            return tensor
-
-        return self._full(version, ((name, changed(name)) for name in changes))
+        held = ((name, self._held[name], *change) for name, change in changes.items())
+        flat = ((name, t, bits(t).index_put((places,), new)) for name, t, places, new in held)
+        return self._full(version, ((name, x.view(t.dtype).view_as(t)) for name, t, x in flat))
 
 
 def decoded(payload: Payload, live: Mapping[str, Tensor], held: int | None) -> Iterator[Callable[[], object]]:

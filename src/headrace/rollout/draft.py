@@ -166,8 +166,7 @@ class Drafter:
     def _choose(self, chances: Doubles, level: int, needed: float) -> Ints:
         """Tokens `[n]` of each draft to verify: for most tokens per unit of time, or none."""
         num_rows = len(chances)
-        order = np.argsort(-chances, axis=None, kind="stable")
-        order = order[: max(0, self._most_tokens - num_rows)]
+        order = np.argsort(-chances, axis=None, kind="stable")[: max(0, self._most_tokens - num_rows)]
         order = order[chances.flat[order] > 0]
         expected = np.append(0.0, chances.flat[order].cumsum())  # accepted tokens of 0, 1, 2 ..
         speeds = (num_rows + expected) / (level + num_rows + np.arange(len(expected)))

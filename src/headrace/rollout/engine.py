@@ -191,8 +191,7 @@ class Engine:
         """What each running or preempted request has sampled so far, by id; its finish is ABORT."""
         now_s = self.clock()
         running = [self._rows.park(row, now_s) for row in range(len(self._rows))]
-        waiting = (group.parked for group in (*self._waiting, *self._prefilling))
-        parked = (*running, *filter(None, waiting))
+        parked = *running, *(g.parked for g in (*self._waiting, *self._prefilling) if g.parked)
         return {p.request.id: p.generation(FinishReason.ABORT, now_s) for p in parked}
 
     @cached_property
@@ -232,8 +231,7 @@ class Engine:
             fits = partial(self._store.has_room, num_rows=num_rows, longest=longest, **sizes)
             while not (room := fits()) and self._kept:
                 self._drop_oldest()
-            alone = not len(self._rows) and not self._prefilling
-            if not (num_rows <= self.max_running and room) and not alone:
+            if (num_rows > self.max_running or not room) and (len(self._rows) or self._prefilling):
                 return True
             kept = self._kept[session][-1] if session in self._kept else None
             cached = _common(group.prompt[:-1], kept.tokens[:-1]) if kept else 0

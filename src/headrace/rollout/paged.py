@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -175,7 +174,7 @@ class PagedStore(PageTables):
         self._lengths[:rows] += 1
         self._step += 1
 
-    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
+    def _to_device(self, array: np.ndarray) -> Tensor:
         pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
         return pinned.to(self._policy.device, non_blocking=True)
 

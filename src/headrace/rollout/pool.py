@@ -152,8 +152,7 @@ class RolloutPool:
             owed = {order.serial for order in member.orders.values() if order.counted}
             if ended := [serial for serial in serials if serial in owed]:
                 worker.ask(Sampler.abort, ended)
-        given_up = [order for order in self._waiting if order.counted and order.serial in serials]
-        for order in given_up:
+        for order in [o for o in self._waiting if o.counted and o.serial in serials]:
             self._waiting.remove(order)
             for i, index in enumerate(order.indices):
                 id, known = order.request_id(i), (order.so_far or {}).get(index)
