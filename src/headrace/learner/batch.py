@@ -50,9 +50,8 @@ def pack(
     references = [s.reference for s in items if s.reference is not None]
     starts = [s.start for s in items if s.start is not None]
     advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, items, strict=True)]
-    replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
+    replayed = _routes(trajectories, routers) if routers and routers.num_layers else None
     lengths, after, tokens, rows = Forest(trajectories).laid_out()
-
     tensor = partial(torch.as_tensor, device=device)
     return Batch(
         token_ids=tensor(np.concatenate([t.token_ids for t in trajectories])[tokens].astype(np.int64)),
@@ -92,10 +91,9 @@ def _support(trajectories: Sequence[Trajectory], device: torch.device) -> Suppor
         return None
     found, sizes = [np.empty(0, np.int32)], []
     for trajectory, (ids, offsets) in zip(trajectories, known, strict=True):
-        num_sampled = trajectory.num_sampled_tokens
         if ids is None and trajectory.turns:  # nobody truncated its turns: an empty support is the whole vocabulary
-            sizes.append(np.zeros(num_sampled, np.int64))
-        elif ids is None or offsets is None or len(offsets) != num_sampled + 1:
+            sizes.append(np.zeros(trajectory.num_sampled_tokens, np.int64))
+        elif ids is None or offsets is None or len(offsets) != trajectory.num_sampled_tokens + 1:
             raise ValueError(f"trajectory {trajectory.id} lacks the sampling support of its tokens")
         else:
             found.append(ids)
@@ -112,10 +110,8 @@ def _routes(trajectories: Sequence[Trajectory], routers: Routers) -> RouteArray:
         if routes is None:
             raise ValueError(f"trajectory {trajectory.id} lacks the expert routing of its tokens")
         if routes.shape != needed:
-            raise ValueError(
-                f"trajectory {trajectory.id} has experts of shape {list(routes.shape)}; tokens, layers and experts per "
-                f"token are {list(needed)}"
-            )
+            told = f"{list(routes.shape)}; tokens, layers and experts per token are {list(needed)}"
+            raise ValueError(f"trajectory {trajectory.id} has experts of shape {told}")
         if (largest := int(routes.max())) >= routers.num_experts:
             raise ValueError(f"trajectory {trajectory.id} names expert {largest}; the model has {routers.num_experts}")
         found.append(routes)

@@ -66,8 +66,7 @@ def objective(
     if values and b.start is not None:
         critic = value_loss(values[0], b.start[1], b.start[2], low=s.clip[0], high=s.clip[1])
         per_token = per_token + critic
-    kind, dtype = s.aggregation, per_token.dtype
-    share = weights(kind, b.sequence_ids, constant_length=constant_length, dtype=dtype)
+    share = weights(s.aggregation, b.sequence_ids, constant_length=constant_length, dtype=per_token.dtype)
     return (per_token * share).sum(), terms.clipped | ~kept, divergence.detach(), critic.detach()
 
 
@@ -120,10 +119,9 @@ def gae(rewards: Sequence[Rewards], values: Sequence[Rewards], *, discount: floa
     token both are 0. With decay = 1 it is the discounted return less V_t.
     """
     lengths = list(map(len, rewards))
-    given = np.zeros((2, max(lengths, default=0) + 1, len(lengths)))  # zeros after the ends
+    reward, value = given = np.zeros((2, max(lengths, default=0) + 1, len(lengths)))  # zeros after the ends
     for i, both in enumerate(zip(rewards, values, strict=True)):
         given[:, : lengths[i], i] = both
-    reward, value = given
     found, after = np.zeros_like(reward), np.zeros(len(lengths))
     for t in reversed(range(len(reward) - 1)):
         after = reward[t] + discount * value[t + 1] - value[t] + discount * decay * after
@@ -233,10 +231,10 @@ def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
     """For each token the mean of `values` over its sequence; no gradient."""
     if values.numel() == 0:
         return values
-    _, run, lengths = torch.unique_consecutive(sequence_ids, return_inverse=True, return_counts=True)
+    _, run, sizes = torch.unique_consecutive(sequence_ids, return_inverse=True, return_counts=True)
     # Not index_add: on a GPU its order of summation is not fixed, and a resumed run must be
     # bit-identical.
-    return torch.segment_reduce(values, "mean", lengths=lengths)[run]
+    return torch.segment_reduce(values, "mean", lengths=sizes)[run]
 
 
 def _clipped_surrogate(ratio: Tensor, x: LossInput) -> LossTerms:

@@ -38,9 +38,8 @@ _NO_CONTEXT = SimpleNamespace(save_for_backward=lambda *tensors: None)  # in pla
 
 def call(function: Any, *args: Any) -> Tensor:
     """Without a backward pass the forward alone: `apply` costs more than a small GEMM."""
-    if torch.is_grad_enabled():
-        return function.apply(*args)  # type: ignore[no-any-return]
-    return function.forward(_NO_CONTEXT, *args)  # type: ignore[no-any-return]
+    found: Tensor = function.apply(*args) if torch.is_grad_enabled() else function.forward(_NO_CONTEXT, *args)
+    return found
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

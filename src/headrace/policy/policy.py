@@ -318,9 +318,9 @@ def _check_architecture(path: Path) -> None:
         return  # a GGUF file, or damaged: loading it says how
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "auto_map" in config:
         return
-    known = "knows, but not as a causal LM" if name in CONFIG_MAPPING else "does not know"
+    does = "knows, but not as a causal LM" if name in CONFIG_MAPPING else "does not know"
     release = f"transformers {transformers.__version__}"
-    raise ModelError(f"model.path = '{path}' has the architecture '{name}', which {release} {known}")
+    raise ModelError(f"model.path = '{path}' has the architecture '{name}', which {release} {does}")
 
 
 @quiet_transformers()

@@ -49,10 +49,9 @@ def refuse_unsupported(model: Any) -> None:
         raise ModelError(f"{name} is a recurrent model (state-space, linear attention or convolution). {told}")
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if getattr(config, "kv_lora_rank", None) and kv_heads not in (None, heads):
-        raise ModelError(
-            f"{name} has latent attention, which makes keys and values for every attention head, but its config.json "
-            f"has num_attention_heads = {heads} and num_key_value_heads = {kv_heads}; the two must be equal"
-        )
+        makes = "has latent attention, which makes keys and values for every attention head"
+        told = f"has num_attention_heads = {heads} and num_key_value_heads = {kv_heads}; the two must be equal"
+        raise ModelError(f"{name} {makes}, but its config.json {told}")
 
 
 def check_weights(policy: Policy) -> None:
@@ -134,10 +133,9 @@ def _check_windows(policy: Policy) -> str:
         _compare(policy, ours, expected, f"after {ids.shape[1]} tokens, beyond its sliding window")
     if affordable == lengths:
         return ""
-    return (
-        f"{name} has a sliding window of {lengths[-1] - BEYOND} tokens. Whether Headrace computes it as "
-        "transformers does was not checked: a sequence of that length costs too much here"
-    )
+    has = f"{name} has a sliding window of {lengths[-1] - BEYOND} tokens"
+    why = "was not checked: a sequence of that length costs too much here"
+    return f"{has}. Whether Headrace computes it as transformers does {why}"
 
 
 def _ropes(policy: Policy) -> list[dict[str, Any]]:
@@ -203,10 +201,8 @@ def refusing(what: str) -> Iterator[None]:
     except Exception as error:
         told = " ".join(str(error).split())
         if "trust_remote_code" in told:  # advice of `transformers` that cannot be followed here
-            told = (
-                "it comes with Python code of its own, and Headrace does not run code that comes with a model; "
-                "take a model of an architecture that transformers has"
-            )
+            told = "it comes with Python code of its own, and Headrace does not run code that comes with a model"
+            told += "; take a model of an architecture that transformers has"
         raise ModelError(f"{what}: {told}") from error
 
 

@@ -91,7 +91,7 @@ class Routers:
     """The mixture layers of a model, in order. A dense model has none."""
 
     def __init__(self, body: nn.Module) -> None:
-        self._layers = [m for m in body.modules() if _num_experts(m)]
+        self._layers: list[Any] = [m for m in body.modules() if _num_experts(m)]
         self.num_layers = len(self._layers)
         self.num_experts = max([_num_experts(m) for m in self._layers], default=0)
         few = self.num_experts <= 256
@@ -117,11 +117,10 @@ class Routers:
         """Learn `shape` from a first pass; refuse if not all choices were seen."""
         sizes = {noted.shape[1] for noted in routes.noted.values()}
         if not len(routes.noted) == routes.num_choices == self.num_layers or len(sizes) > 1:
-            raise ModelError(
-                f"the experts that {type(self._layers[0]).__name__} chooses cannot be recorded: Headrace "
-                "looks for one top-k over all experts in each mixture layer, of one size, and saw "
-                f"{routes.num_choices} in {self.num_layers} layers, of sizes {sorted(sizes)}"
-            )
+            told = f"the experts that {type(self._layers[0]).__name__} chooses cannot be recorded"
+            looks = "looks for one top-k over all experts in each mixture layer, of one size"
+            saw = f"{routes.num_choices} in {self.num_layers} layers, of sizes {sorted(sizes)}"
+            raise ModelError(f"{told}: Headrace {looks}, and saw {saw}")
         self.shape = (self.num_layers, sizes.pop() if sizes else 0)
 
     @contextmanager
@@ -134,9 +133,8 @@ class Routers:
                 if routes is None:
                     break
                 choice = _Choice(routes, index, _num_experts(layer), self.device_dtype)
-                experts: Any = layer.experts
                 undo.enter_context(layer.register_forward_pre_hook(choice.begin))
-                undo.enter_context(experts.register_forward_pre_hook(choice.end))
+                undo.enter_context(layer.experts.register_forward_pre_hook(choice.end))
                 # always: the recomputation of a layer may end by an exception
                 undo.enter_context(layer.register_forward_hook(choice.end, always_call=True))
             yield

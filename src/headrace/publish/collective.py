@@ -134,9 +134,8 @@ class CollectiveSender:
             self._chain.carry(self._staged[ticket.version].buckets, deadline)
         except RuntimeError as error:  # all that torch.distributed raises
             self.expect([""] * self._meeting.num_receivers)
-            raise PublishError(
-                f"version {ticket.version} was not sent: a receiver is gone, or did not come within {timeout_s:g} s"
-            ) from error
+            told = f"a receiver is gone, or did not come within {timeout_s:g} s"
+            raise PublishError(f"version {ticket.version} was not sent: {told}") from error
 
     def forget(self, version: int) -> None:
         self._staged.pop(version, None)
@@ -161,9 +160,8 @@ class CollectiveReceiver:
             self._chain.carry(buckets, deadline)
         except RuntimeError as error:
             self._chain = None
-            raise PublishError(
-                f"version {ticket.version} did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
-            ) from error
+            told = f"did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
+            raise PublishError(f"version {ticket.version} {told}") from error
         return verify(Payload(ticket.manifest, buckets))
 
 

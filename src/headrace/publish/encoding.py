@@ -107,9 +107,8 @@ def decoded(payload: Payload, live: Mapping[str, Tensor], held: int | None) -> I
         target = live[spec.name]
         if payload.manifest.encoding == "delta":
             flat, coded = bits(target), torch.cat([*payload.pieces(start, spec.num_bytes)])
-            places = read_places(coded[: spec.place_bytes], spec.num_changed, len(flat))
+            where = read_places(coded[: spec.place_bytes], spec.num_changed, len(flat)).to(target.device)
             changes = read_changes(coded[spec.place_bytes :], spec.num_changed, flat.dtype)
-            where = places.to(target.device)
             yield partial(flat.index_put_, (where,), flat[where] + changes.to(target.device))
         else:
             room = bits(target, torch.uint8)

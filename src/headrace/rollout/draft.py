@@ -85,8 +85,7 @@ class Drafter:
         self._tags = np.full(NUM_SLOTS, 0, np.uint32)  # of the context in a slot; 0 is empty
         self._tokens = np.full(NUM_SLOTS, 0, np.int32)
         self._streaks = np.full(NUM_SLOTS, 0, np.uint8)
-        self._right = np.zeros(len(ORDERS) * STREAKS)  # by kind of entry, with a half-life
-        self._scored = np.zeros(len(ORDERS) * STREAKS)
+        self._right, self._scored = np.zeros((2, len(ORDERS) * STREAKS))  # by kind of entry, with a half-life
         self._idle_steps, self._pause_steps = 0, IDLE_STEPS[0]
 
     def read(self, prompt: IntArray) -> None:
@@ -106,12 +105,11 @@ class Drafter:
         tokens = rows.tokens_at(which, at)
         slots, tags = _places(rows.states["prompt_key"][which], rows.contexts(which, at))
         guesses, kinds = self._look_up(slots, tags)
-        right, known = guesses == tokens, kinds[kinds >= 0]
+        right, known = (guesses == tokens)[kinds >= 0], kinds[kinds >= 0]
         num_scored = np.bincount(known, minlength=len(self._scored))
-        num_right = np.bincount(known, weights=right[kinds >= 0], minlength=len(self._right))
         keep = 0.5 ** (num_scored / HALF_LIFE_TOKENS)
         self._scored = self._scored * keep + num_scored
-        self._right = self._right * keep + num_right
+        self._right = self._right * keep + np.bincount(known, weights=right, minlength=len(keep))
         self._write(slots, tags, tokens)
         learned[:] = rows.sampled
 

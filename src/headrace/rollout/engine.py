@@ -210,8 +210,8 @@ class Engine:
         at_once = max(1, min(self.max_running, self._store.most_rows(longest)))
         if known is None and len(requests) == 1:  # of episodes that ask for the same prompt
             for group in islice(reversed(self._waiting), MOST_COMPARED):
-                open_to_more = group.known is None and group.parked is None and len(group.requests) < at_once
-                if open_to_more and group.longest == longest and np.array_equal(group.prompt, prompt):
+                joinable = group.known is None and group.parked is None and len(group.requests) < at_once
+                if joinable and group.longest == longest and np.array_equal(group.prompt, prompt):
                     group.requests += requests
                     return
         for start in range(0, len(requests), at_once):
@@ -414,12 +414,10 @@ def _common(a: IntArray, b: IntArray) -> int:
 
 def kv_budget(policy: Policy, kv_tokens: int, reserved_bytes: int = 0) -> int:
     """Tokens that the KV cache may hold: `kv_tokens`, or if that is 0 what fits into 2 GiB."""
-    if kv_tokens:
-        return kv_tokens
     usable = 2 * 2**30
     if policy.device.type == "cuda":  # half of what the learner's state, `reserved_bytes`, leaves
         usable = max(0, torch.cuda.mem_get_info(policy.device)[0] - reserved_bytes) // 2
-    return int(usable // kv_bytes_per_token(policy))
+    return kv_tokens or int(usable // kv_bytes_per_token(policy))
 
 
 def kv_bytes_per_token(policy: Policy) -> int:

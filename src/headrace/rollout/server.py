@@ -74,9 +74,9 @@ class Server:
                     env=own | {"HF_HUB_OFFLINE": "1"} | self._launch.env,
                     start_new_session=True,
                 )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as why:
             shutil.rmtree(self.directory)
-            raise ConfigError(f"rollout.command = '{command}' cannot be started: {error}") from error
+            raise ConfigError(f"rollout.command = '{command}' cannot be started: {why}") from why
         theirs, self._alive = os.pipe()
         guard = ["sh", "-c", GUARD, str(self._process.pid), str(self.directory)]
         subprocess.run(guard, stdin=theirs, start_new_session=True, check=True)
@@ -124,13 +124,12 @@ class Server:
 
     @contextmanager
     def _send(self, method: str, path: str, body: Any, timeout_s: float | None) -> Iterator[http.client.HTTPResponse]:
-        address = self._launch.address
-        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+        family = socket.AF_UNIX if isinstance(self._launch.address, str) else socket.AF_INET
         with closing(http.client.HTTPConnection("engine")) as connection, socket.socket(family) as at:
             connection.sock = at
             self._open.add(at)
             at.settimeout(timeout_s)
-            at.connect(address)
+            at.connect(self._launch.address)
             headers = {"Content-Type": "application/json", "Connection": "close", **self._launch.headers}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()

@@ -128,8 +128,7 @@ class PrefillPlan:
             keys[..., c.start : c.end] = k_TJD[at].permute(1, 2, 0)
             values[:, c.start : c.end] = v_TJD[at].transpose(0, 1)
             seen = keys[..., : c.end].permute(2, 0, 1), values[:, : c.end].transpose(0, 1)
-            reach = window if window < c.end else 0
-            out[at] = rectangle(q_THD[at], *seen, (1, c.size), scale, reach)
+            out[at] = rectangle(q_THD[at], *seen, (1, c.size), scale, window if window < c.end else 0)
         return out
 
 
