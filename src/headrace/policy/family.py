@@ -240,8 +240,7 @@ class FamilyBody:
                 most = self._body.config.max_position_embeddings + BEYOND
                 cos, sin = self._body.rotary_emb(x[None], torch.arange(most, device=x.device)[None])
                 self._table = cos[0].contiguous(), sin[0].contiguous()
-        cos, sin = self._table
-        return cos[positions_1T[0]], sin[positions_1T[0]]
+        return self._table[0][positions_1T[0]], self._table[1][positions_1T[0]]
 
     @cached_property
     def _joined(self) -> list[_Joined]:

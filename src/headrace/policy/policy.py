@@ -368,10 +368,9 @@ def chosen_logprobs(
     Over the Support `support` and over all tokens. The head is applied to a chunk of tokens at a
     time, and again in the backward pass: there is never a float32 tensor of [N, V].
     """
-    fused = hidden.is_cuda and AVAILABLE
-    given: tuple[Any, ...] = hidden, weight, chosen, temperature, support, linear, fused
-    found = _ChosenLogprobs.apply(*given)  # type: ignore[no-untyped-call]
-    return found[0], found[-1]
+    apply: Any = _ChosenLogprobs.apply
+    both = apply(hidden, weight, chosen, temperature, support, linear, hidden.is_cuda and AVAILABLE)
+    return both[0], both[-1]
 
 
 class _ChosenLogprobs(torch.autograd.Function):
