@@ -449,8 +449,7 @@ class Optimizer:
         total = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm()
         if self._add_up is not None:
             total = self._add_up(total.square()).sqrt()
-        norm = scale * float(total)
-        if not math.isfinite(norm):
+        if not math.isfinite(norm := scale * float(total)):
             return norm
         torch._foreach_mul_(gradients, scale)
         if clip and norm > clip:

@@ -96,8 +96,7 @@ def advantages(kind: str, rewards_by_group: Sequence[Rewards]) -> list[Advantage
         if not isinstance(given, list | tuple) or [*map(np.shape, given)] != [*map(np.shape, rewards_by_group)]:
             raise ConfigError(f"learner.advantage = '{kind}' must return as many numbers as each group has rewards")
         return [np.asarray(values, np.float64) for values in given]
-    centred = [_centred(rewards) for rewards in rewards_by_group]
-    if kind == "dr-grpo" or not centred:
+    if not (centred := [_centred(rewards) for rewards in rewards_by_group]) or kind == "dr-grpo":
         return centred
     if kind == "grpo":
         return [c / (_std(r) + STD_FLOOR) for c, r in zip(centred, rewards_by_group, strict=True)]
@@ -143,8 +142,7 @@ def balance(worth: Mapping[str, float]) -> dict[str, float]:
 
 
 def _centred(rewards: Rewards) -> Advantages:
-    values = np.asarray(rewards, np.float64)
-    if len(values) == 0 or np.all(values == values[0]):
+    if len(values := np.asarray(rewards, np.float64)) == 0 or np.all(values == values[0]):
         return np.zeros_like(values)  # no rounding error, which a tiny std would blow up
     return values - float(values.mean())
 

@@ -236,8 +236,7 @@ def resolve_device(name: str) -> torch.device:
     setting, num_gpus = f"model.device = '{name}'", torch.cuda.device_count()
     if not re.fullmatch(r"cpu(:0)?|cuda(:(0|[1-9]\d?))?", name):
         raise ModelError(f"{setting} is not supported; use auto, cpu, cuda or cuda:0")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+    if (device := torch.device(name)).type == "cuda" and (device.index or 0) >= num_gpus:
         raise ModelError(f"{setting}, but torch sees {num_gpus or 'no'} GPU{'s' * (num_gpus > 1)} here")
     return device
 

@@ -58,8 +58,7 @@ def check_weights(policy: Policy) -> None:
     """Refuse weights that cannot be trained, and parts that need more than a token's own past."""
     if packed := {str(p.dtype) for p in policy.model.parameters() if p.dtype not in TOLERANCE}:
         raise ModelError(f"the model has weights of type {', '.join(sorted(packed))}, which cannot be trained")
-    vocab = policy.head_weight.shape[0]
-    if len(policy.tokenizer) > vocab:
+    if len(policy.tokenizer) > (vocab := policy.head_weight.shape[0]):
         told = f"{vocab}: they do not belong together; name the model's own with model.tokenizer"
         raise ModelError(f"the tokenizer has {len(policy.tokenizer)} tokens, the model only {told}")
     if getattr(policy.head, "bias", None) is not None:
@@ -181,8 +180,7 @@ def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
         raise ModelError(f"{name} does not take its attention from outside, which Headrace needs")
     if often > 1:
         raise ModelError(f"{name} asks for attention {often} times in one layer; the cache is made for one")
-    shapes = {(*k.shape[1:], v.shape[2]) for ((k, v),) in plan.kept.values()}
-    if len(shapes) > 1:
+    if len(shapes := {(*k.shape[1:], v.shape[2]) for ((k, v),) in plan.kept.values()}) > 1:
         told = f"(heads, key size, value size): {', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
         raise ModelError(f"the layers of {name} have keys and values of different shapes {told}")
     if len(plan.num_heads) > 1:

@@ -100,8 +100,7 @@ class Routers:
         self.shape = (self.num_layers, 0)  # and experts per token, known after the first pass
         self._current: Routes | None = None
         found = {m for layer in self._layers for m in layer.modules()}
-        strays = [name for m in body.modules() if m not in found and (name := type(m).__name__).endswith(NAMES)]
-        if strays:
+        if strays := [name for m in body.modules() if m not in found and (name := type(m).__name__).endswith(NAMES)]:
             told = f"{strays[0]}, in a form that Headrace does not know: it could not be recorded"
             raise ModelError(f"{type(body).__name__} seems to choose experts in {told}")
 

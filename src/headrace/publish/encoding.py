@@ -324,8 +324,7 @@ def _code(numbers: Tensor) -> Tensor:
 
 
 def _read(coded: Tensor, count: int) -> Tensor:
-    num_ends = int((coded < _MORE).sum())
-    if num_ends != count or bool((coded[-1:] >= _MORE).any()):
+    if (num_ends := int((coded < _MORE).sum())) != count or bool((coded[-1:] >= _MORE).any()):
         raise PublishError(f"a delta has {num_ends} numbers in place of {count}")
     part, coded = coded[:count], coded[count:]
     numbers, here, shift = (part & (_MORE - 1)).long(), (part >= _MORE).nonzero().flatten(), _GROUP

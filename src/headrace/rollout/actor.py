@@ -47,8 +47,7 @@ class RolloutActor:
         further attempt at a group draws the same noise as the first, and continues `order.so_far`.
         """
         max_context, num_prompt = self.engine.policy.max_context, len(order.prompt.token_ids)
-        num_new = max(s.max_new_tokens for s in order.samplings)
-        if num_prompt + num_new > max_context:
+        if num_prompt + (num_new := max(s.max_new_tokens for s in order.samplings)) > max_context:
             told = f"has {num_prompt} tokens and may get {num_new} new ones: more than the model's context of"
             helps = "lower rollout.max_new_tokens or prompts.max_tokens"
             raise DataError(f"prompt '{order.prompt.id}' {told} {max_context}; {helps}")

@@ -97,8 +97,7 @@ class Drafter:
     def learn(self, rows: Rows) -> None:
         """Learn from every token that was sampled since the last call."""
         learned = rows.states["learned"]
-        fresh = rows.sampled - learned
-        if not fresh.any():
+        if not (fresh := rows.sampled - learned).any():
             return
         which, at = _cells(fresh)
         at += learned[which]
@@ -123,8 +122,7 @@ class Drafter:
             return None
         self.learn(rows)
         tokens, chances = self._guess(rows, max(plain, 0.1))
-        counts = self._choose(chances, level, plain * GAIN)
-        if not counts.any():
+        if not (counts := self._choose(chances, level, plain * GAIN)).any():
             self._idle_steps = self._pause_steps
             self._pause_steps = min(2 * self._pause_steps, IDLE_STEPS[1])
             return None
@@ -136,8 +134,7 @@ class Drafter:
         # a draft ends where that falls below `floor`, a row's share of a step: no more tokens pay
         tokens = np.zeros((len(rows), self._longest), np.int64)
         chances = np.zeros(tokens.shape)
-        rates = self._rates()
-        if rates.max() <= floor:
+        if (rates := self._rates()).max() <= floor:
             return tokens, chances
         room = rows.states["limit"] - rows.sampled - 1  # one token is sampled after the last draft
         which = np.flatnonzero(room > 0)
@@ -145,8 +142,7 @@ class Drafter:
         for depth in range(self._longest):
             guesses, kinds = self._look_up(*_places(rows.states["prompt_key"][which], contexts))
             chance = chance * rates[kinds]
-            likely = (chance > floor) & (room[which] > depth)
-            if not likely.any():
+            if not (likely := (chance > floor) & (room[which] > depth)).any():
                 break
             which, guesses, chance = which[likely], guesses[likely], chance[likely]
             tokens[which, depth], chances[which, depth] = guesses, chance

@@ -176,8 +176,7 @@ class Engine:
     @torch.inference_mode()
     def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
         """Greedy next token and its log-prob, by the normal prefill; none if the cache is full."""
-        place = self._store.open(len(prompt), 1)
-        if place is None:
+        if (place := self._store.open(len(prompt), 1)) is None:
             return []
         try:
             last_hidden, _ = self._store.prefill([Chunk(place, 0, len(prompt), prompt)])

@@ -176,8 +176,7 @@ class RolloutPool:
         return found
 
     def _ask_under_way(self, worker: Worker[Sampler]) -> asyncio.Future[UnderWay]:
-        member = self._members[worker]
-        if member.under_way is None:
+        if (member := self._members[worker]).under_way is None:
             member.under_way = asyncio.get_running_loop().create_future()
             worker.ask(Sampler.tell_under_way)
         return member.under_way
@@ -233,11 +232,9 @@ class RolloutPool:
         for serial, version in news.begun:
             self.on_begun(serial, version)
         for trajectory in news.finished:
-            order = member.orders.pop(trajectory.id)
-            if order.counted:
+            if (order := member.orders.pop(trajectory.id)).counted:
                 member.delivered_tokens += _fresh_tokens(order, trajectory)
-            future = self._futures.pop(trajectory.id)
-            if not future.done():
+            if not (future := self._futures.pop(trajectory.id)).done():
                 future.set_result(trajectory)
         if news.under_way is not None:
             member.known = {t.id: t for group in news.under_way.values() for t in group.values()}

@@ -132,8 +132,7 @@ class Server:
             at.connect(self._launch.address)
             headers = {"Content-Type": "application/json", "Connection": "close", **self._launch.headers}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
+            if (response := connection.getresponse()).status != 200:
                 text = response.read(2000).decode(errors="replace")
                 told = f"the server answers {path} with {response.status}: {text}"
                 raise ModelError(told) if response.status == 400 else ServerLostError(told)
@@ -152,8 +151,7 @@ class TheirServer(Server):
     """One that the user has started, at `http://host:port`, perhaps with `:key@` before it."""
 
     def __init__(self, address: str, directory: Path, launch: Callable[[Path], Launch]) -> None:
-        url = urlsplit(address)
-        if url.scheme != "http":
+        if (url := urlsplit(address)).scheme != "http":
             raise ValueError("the address has to begin with http://")
         headers = {"Authorization": f"Bearer {unquote(url.password)}"} if url.password else {}
         directory.mkdir(parents=True, exist_ok=True)

@@ -340,8 +340,7 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
     logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if any(s.temperature not in (0.0, 1.0) for s in kinds):
         logits = logits / torch.tensor([s.temperature or 1.0 for s in samplings])[:, None]
-    allowed = _allowed(logits, samplings) if truncates else None
-    if allowed is not None:
+    if (allowed := _allowed(logits, samplings) if truncates else None) is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
     # in float64: a float32 sum over 150,000 tokens would change the probability of rare tokens
