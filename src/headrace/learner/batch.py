@@ -6,6 +6,7 @@ experts per token. A token that two trajectories share is one of T, and two of N
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -49,12 +50,9 @@ def pack(
     references = [s.reference for s in items if s.reference is not None]
     starts = [s.start for s in items if s.start is not None]
     advantages = [np.full(n, s.advantage, np.float32) for n, s in zip(counts, items, strict=True)]
-    replayed = _routes(trajectories, routers) if routers is not None and routers.num_layers else None
+    replayed = _routes(trajectories, routers) if routers and routers.num_layers else None
     lengths, after, tokens, rows = Forest(trajectories).laid_out()
-
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+    tensor = partial(torch.as_tensor, device=device)
     return Batch(
         token_ids=tensor(np.concatenate([t.token_ids for t in trajectories])[tokens].astype(np.int64)),
         plan=PackedPlan(lengths, device, after),
@@ -93,10 +91,9 @@ def _support(trajectories: Sequence[Trajectory], device: torch.device) -> Suppor
         return None
     found, sizes = [np.empty(0, np.int32)], []
     for trajectory, (ids, offsets) in zip(trajectories, known, strict=True):
-        num_sampled = trajectory.num_sampled_tokens
         if ids is None and trajectory.turns:  # nobody truncated its turns: an empty support is the whole vocabulary
-            sizes.append(np.zeros(num_sampled, np.int64))
-        elif ids is None or offsets is None or len(offsets) != num_sampled + 1:
+            sizes.append(np.zeros(trajectory.num_sampled_tokens, np.int64))
+        elif ids is None or offsets is None or len(offsets) != trajectory.num_sampled_tokens + 1:
             raise ValueError(f"trajectory {trajectory.id} lacks the sampling support of its tokens")
         else:
             found.append(ids)
@@ -113,10 +110,8 @@ def _routes(trajectories: Sequence[Trajectory], routers: Routers) -> RouteArray:
         if routes is None:
             raise ValueError(f"trajectory {trajectory.id} lacks the expert routing of its tokens")
         if routes.shape != needed:
-            raise ValueError(
-                f"trajectory {trajectory.id} has experts of shape {list(routes.shape)}; tokens, layers and experts per "
-                f"token are {list(needed)}"
-            )
+            told = f"{list(routes.shape)}; tokens, layers and experts per token are {list(needed)}"
+            raise ValueError(f"trajectory {trajectory.id} has experts of shape {told}")
         if (largest := int(routes.max())) >= routers.num_experts:
             raise ValueError(f"trajectory {trajectory.id} names expert {largest}; the model has {routers.num_experts}")
         found.append(routes)
@@ -152,12 +147,10 @@ def balanced(sequences: Sequence[Item], budget: int) -> list[list[Item]]:
     families = _families(sequences, budget)
     alone = [family for size, family in families if size > budget]
     shared = [family for family in families if family[0] <= budget]
-    num_batches = max(1, -(-sum(size for size, _ in shared) // budget))
-    while True:
-        batches = _split(shared, num_batches)
-        if max(size for size, _ in batches) <= budget:
-            return alone + [batch for _, batch in batches if batch]
-        num_batches += 1
+    batches = _split(shared, max(1, -(-sum(size for size, _ in shared) // budget)))
+    while max(size for size, _ in batches) > budget:
+        batches = _split(shared, len(batches) + 1)
+    return alone + [batch for _, batch in batches if batch]
 
 
 def split(items: Sequence[Item], num_parts: int) -> list[list[Item]]:

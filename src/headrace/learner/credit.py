@@ -50,7 +50,7 @@ def credits(
 def token_rewards(t: Trajectory) -> FloatArray:
     """Of each sampled token: a turn's reward comes with its last, the rest with the very last."""
     given = np.zeros(t.num_sampled_tokens, np.float32)
-    for turn, end in zip(t.turns, np.cumsum([turn.end - turn.start for turn in t.turns]), strict=True):
+    for turn, end in zip(t.turns, np.cumsum([x.end - x.start for x in t.turns]), strict=True):
         given[max(end, 1) - 1] += turn.reward or 0.0
     given[-1:] += (t.reward or 0.0) - given.sum()
     return given
@@ -75,5 +75,4 @@ def _spread(section: LearnerSection, t: Trajectory, whole: float, earned: Mappin
     if not t.turns:
         return np.full(t.num_sampled_tokens, whole, np.float32)
     own = [earned[turn.agent if section.credit == "agent" else k] for k, turn in enumerate(t.turns)]
-    lengths = [turn.end - turn.start for turn in t.turns]
-    return np.repeat(whole + np.array(own), lengths).astype(np.float32)
+    return np.repeat(whole + np.array(own), [x.end - x.start for x in t.turns]).astype(np.float32)

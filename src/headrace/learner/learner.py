@@ -242,10 +242,9 @@ class Learner:
         scale = scale if math.isfinite(loss) else math.nan
         norm = self._optimizer.step(lr=lr, scale=scale, clip=self.section.grad_clip)
         if not math.isfinite(norm) and (name := self._optimizer.not_finite()) is not None:
-            raise ModelError(
-                f"step {self.step_index + 1}: the weights '{name}' are no longer finite numbers, so no gradient can "
-                "be. Resume the run from its last checkpoint; if this happens again, lower learner.lr"
-            )
+            told = f"the weights '{name}' are no longer finite numbers, so no gradient can be"
+            how = "Resume the run from its last checkpoint; if this happens again, lower learner.lr"
+            raise ModelError(f"step {self.step_index + 1}: {told}. {how}")
         if self._critic is not None:
             self._critic.step(scale if math.isfinite(norm) else math.nan)
         return StepStats(
@@ -364,12 +363,11 @@ def learning_rate(section: LearnerSection, step: int, total_steps: int) -> float
     The last step of a run still learns; a run continued past `total_steps` on a falling schedule
     does not.
     """
-    lr, warmup_steps = section.lr, section.warmup_steps
-    if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
-    progress = min((step - warmup_steps) / max(total_steps - warmup_steps, 1), 1.0)
+    if step < section.warmup_steps:
+        return section.lr * (step + 1) / section.warmup_steps
+    progress = min((step - section.warmup_steps) / max(total_steps - section.warmup_steps, 1), 1.0)
     shares = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
-    return lr * shares[section.schedule]
+    return section.lr * shares[section.schedule]
 
 
 class Optimizer:
@@ -383,9 +381,7 @@ class Optimizer:
         trained = {name: p for name, p in named if p.requires_grad}
         self._names, self.parameters = list(trained), list(trained.values())
         dtypes, precise = {p.dtype for p in self.parameters}, (torch.float32, torch.float64)
-        self.masters: list[Tensor] = [
-            p if p.dtype in precise else p.detach().to(torch.float32, copy=True) for p in self.parameters
-        ]
+        self.masters = [p if p.dtype in precise else p.detach().to(torch.float32, copy=True) for p in self.parameters]
         one_dtype = len(dtypes) == 1 and torch.float64 not in dtypes  # what `FusedAdamW` can update
         self._on_gpu = AVAILABLE and self.parameters[0].is_cuda and one_dtype
         self._several = False  # backward passes since the last step
@@ -453,8 +449,7 @@ class Optimizer:
         total = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm()
         if self._add_up is not None:
             total = self._add_up(total.square()).sqrt()
-        norm = scale * float(total)
-        if not math.isfinite(norm):
+        if not math.isfinite(norm := scale * float(total)):
             return norm
         torch._foreach_mul_(gradients, scale)
         if clip and norm > clip:

@@ -66,8 +66,7 @@ def objective(
     if values and b.start is not None:
         critic = value_loss(values[0], b.start[1], b.start[2], low=s.clip[0], high=s.clip[1])
         per_token = per_token + critic
-    kind, dtype = s.aggregation, per_token.dtype
-    share = weights(kind, b.sequence_ids, constant_length=constant_length, dtype=dtype)
+    share = weights(s.aggregation, b.sequence_ids, constant_length=constant_length, dtype=per_token.dtype)
     return (per_token * share).sum(), terms.clipped | ~kept, divergence.detach(), critic.detach()
 
 
@@ -97,8 +96,7 @@ def advantages(kind: str, rewards_by_group: Sequence[Rewards]) -> list[Advantage
         if not isinstance(given, list | tuple) or [*map(np.shape, given)] != [*map(np.shape, rewards_by_group)]:
             raise ConfigError(f"learner.advantage = '{kind}' must return as many numbers as each group has rewards")
         return [np.asarray(values, np.float64) for values in given]
-    centred = [_centred(rewards) for rewards in rewards_by_group]
-    if kind == "dr-grpo" or not centred:
+    if not (centred := [_centred(rewards) for rewards in rewards_by_group]) or kind == "dr-grpo":
         return centred
     if kind == "grpo":
         return [c / (_std(r) + STD_FLOOR) for c, r in zip(centred, rewards_by_group, strict=True)]
@@ -120,10 +118,9 @@ def gae(rewards: Sequence[Rewards], values: Sequence[Rewards], *, discount: floa
     token both are 0. With decay = 1 it is the discounted return less V_t.
     """
     lengths = list(map(len, rewards))
-    given = np.zeros((2, max(lengths, default=0) + 1, len(lengths)))  # zeros after the ends
+    reward, value = given = np.zeros((2, max(lengths, default=0) + 1, len(lengths)))  # zeros after the ends
     for i, both in enumerate(zip(rewards, values, strict=True)):
         given[:, : lengths[i], i] = both
-    reward, value = given
     found, after = np.zeros_like(reward), np.zeros(len(lengths))
     for t in reversed(range(len(reward) - 1)):
         after = reward[t] + discount * value[t + 1] - value[t] + discount * decay * after
@@ -145,8 +142,7 @@ def balance(worth: Mapping[str, float]) -> dict[str, float]:
 
 
 def _centred(rewards: Rewards) -> Advantages:
-    values = np.asarray(rewards, np.float64)
-    if len(values) == 0 or np.all(values == values[0]):
+    if len(values := np.asarray(rewards, np.float64)) == 0 or np.all(values == values[0]):
         return np.zeros_like(values)  # no rounding error, which a tiny std would blow up
     return values - float(values.mean())
 
@@ -188,9 +184,8 @@ def decoupled_ppo(x: LossInput) -> LossTerms:
     The trust region is around the learner's own policy, so old samples are reweighted instead of
     clipped away.
     """
-    weight = log_ratio(x.proximal.detach(), x.behaviour).exp()
     per_token, clipped = _clipped_surrogate(log_ratio(x.current, x.proximal.detach()).exp(), x)
-    return LossTerms(weight * per_token, clipped)
+    return LossTerms(log_ratio(x.proximal.detach(), x.behaviour).exp() * per_token, clipped)
 
 
 def cispo(x: LossInput) -> LossTerms:
@@ -234,11 +229,10 @@ def sequence_mean(values: Tensor, sequence_ids: Tensor) -> Tensor:
     """For each token the mean of `values` over its sequence; no gradient."""
     if values.numel() == 0:
         return values
-    _, run, lengths = torch.unique_consecutive(sequence_ids, return_inverse=True, return_counts=True)
+    _, run, sizes = torch.unique_consecutive(sequence_ids, return_inverse=True, return_counts=True)
     # Not index_add: on a GPU its order of summation is not fixed, and a resumed run must be
     # bit-identical.
-    means: Tensor = torch.segment_reduce(values, "mean", lengths=lengths)
-    return means[run]
+    return torch.segment_reduce(values, "mean", lengths=sizes)[run]
 
 
 def _clipped_surrogate(ratio: Tensor, x: LossInput) -> LossTerms:

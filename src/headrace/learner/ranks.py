@@ -67,15 +67,14 @@ class Intake:
 
     def _costs(self, group: Group, references: Sequence[FloatArray | None]) -> list[np.ndarray]:
         """Of each sampled token the KL to the reference, where that is taken off the reward."""
-        section = self._section
-        if not section.kl_coef or section.kl_in == "loss" or section.loss == "tba":
+        if not self._section.kl_coef or self._section.kl_in == "loss" or self._section.loss == "tba":
             return [np.zeros(1)] * len(references)
         costs = []
         for trajectory, reference in zip(group.trajectories, references, strict=True):
             assert reference is not None
             behaviour = torch.from_numpy(trajectory.logprobs[trajectory.sampled])
-            divergence = kl(section.kl_estimator, behaviour, torch.from_numpy(reference))
-            costs.append(section.kl_coef * divergence.double().numpy())
+            divergence = kl(self._section.kl_estimator, behaviour, torch.from_numpy(reference))
+            costs.append(self._section.kl_coef * divergence.double().numpy())
         return costs
 
 
@@ -114,7 +113,7 @@ class Ranks:
     def reference_logprobs(self, group: Group) -> list[FloatArray]:
         if self.teacher:
             return teacher_logprobs(self.teacher, group)
-        parts = [replace(group, trajectories=tuple(part)) for part in self._parts(group.trajectories)]
+        parts = [replace(group, trajectories=tuple(own)) for own in self._parts(group.trajectories)]
         asked = zip(self.ranks, parts, strict=True)
         answers = self.gather([rank.ask(Trainer.reference_logprobs, part) for rank, part in asked])
         ids = [trajectory.id for part in parts for trajectory in part.trajectories]
@@ -191,7 +190,7 @@ def teacher_logprobs(spec: str, group: Group) -> list[FloatArray]:
         sampled = [known[t.sampled] for known, t in zip(found, answers, strict=True)]
         if not np.isfinite(np.concatenate(sampled)).all():
             raise ValueError("they are not all finite numbers")
-    except Exception as error:  # of the user's code, or of what it returned
+    except Exception as why:  # of the user's code, or of what it returned
         needed = "must return a log-prob for each token of each sequence"
-        raise ModelError(f"learner.teacher = '{spec}' {needed}:\n{short_traceback(error)}") from error
+        raise ModelError(f"learner.teacher = '{spec}' {needed}:\n{short_traceback(why)}") from why
     return sampled

@@ -124,11 +124,8 @@ def key_of(t: Trajectory, most: int | None = None) -> bytes:
 def paths_of(t: Trajectory) -> list[list[tuple[int, int]]]:
     """Ranges of tokens from a root to the end of each segment."""
     num_tokens, branches = len(t.token_ids), [(s.start, s.after) for s in t.segments]
-    ends = [*(start for start, _ in branches if start), num_tokens]
     ordered = all(a < b for a, b in pairwise([start for start, _ in branches] + [num_tokens]))
     if not ordered or any(not -1 <= after < start for start, after in branches):
-        raise ValueError(
-            f"trajectory {t.id} of {num_tokens} tokens has branches {branches}: each must begin behind the one "
-            "before, and go on after a token before its own (-1: after none)"
-        )
-    return [t.ranges(end - 1) for end in ends]
+        how = "each must begin behind the one before, and go on after a token before its own (-1: after none)"
+        raise ValueError(f"trajectory {t.id} of {num_tokens} tokens has branches {branches}: {how}")
+    return [t.ranges(end - 1) for end in (*(start for start, _ in branches if start), num_tokens)]

@@ -63,7 +63,7 @@ class PackedPlan:
             path = np.concatenate([path[: np.searchsorted(path, parent, side="right")], run])
             self._paths.append(path)
         self.longest = max(map(len, self._paths))
-        self._depths = [len(path) - length for path, length in zip(self._paths, lengths, strict=True)]
+        self._depths = [len(path) - n for path, n in zip(self._paths, lengths, strict=True)]
         positions = rows - np.repeat(stops - lengths - self._depths, lengths)
         self.positions = torch.from_numpy(positions).to(device)[None]  # [1, T]
         rows[stops - lengths] = np.array(self.after) + 1
@@ -85,7 +85,7 @@ class PackedPlan:
     def _attend_rectangles(self, attend: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
         if min(self.lengths) == self.longest:
             return attend(q, k, v, (len(self.lengths), self.longest), *how)  # type: ignore[no-any-return]
-        shapes, pad, keys, unpad = self._rectangles
+        shapes, (pad, keys, unpad) = self._rectangles
         sizes = [count * longest for count, longest, _ in shapes]
         seen = [count * (depth + longest) for count, longest, depth in shapes]
         parts = zip(_rows(q, pad).split(sizes), _rows(k, keys).split(seen), _rows(v, keys).split(seen), strict=True)
@@ -93,7 +93,7 @@ class PackedPlan:
         return _rows(torch.cat(outs), unpad)
 
     @cached_property
-    def _rectangles(self) -> tuple[list[tuple[int, int, int]], Tensor, Tensor, Tensor]:
+    def _rectangles(self) -> tuple[list[tuple[int, int, int]], list[Tensor]]:
         """Runs, regrouped into padded rectangles, one after the other: (runs, longest, tokens before them) of each.
 
         And the token of the row at each place, where padding repeats one; the same with the tokens
@@ -114,8 +114,7 @@ class PackedPlan:
             pads.append(keys[-1][depth:])
         pad, unpad = np.concatenate(pads), np.empty(sum(self.lengths), np.int64)
         unpad[pad[::-1]] = np.arange(len(pad))[::-1]  # the first of several places is written last
-        tensors = [torch.from_numpy(x).to(self._device) for x in (pad, np.concatenate(keys), unpad)]
-        return shapes, tensors[0], tensors[1], tensors[2]
+        return shapes, [torch.from_numpy(x).to(self._device) for x in (pad, np.concatenate(keys), unpad)]
 
     @property
     def num_pairs(self) -> float:
@@ -143,8 +142,7 @@ class PackedPlan:
             path = self._paths[i][: self._depths[i]]
             ends[path] = np.maximum(ends[path], ends[starts[i]])
         arrays = np.concatenate(self._paths), ends, self.positions[0].cpu().numpy()
-        tensors = (torch.from_numpy(x.astype(np.int32)).to(self._device) for x in arrays)
-        return attention.Tree(*tensors)
+        return attention.Tree(*(torch.from_numpy(x.astype(np.int32)).to(self._device) for x in arrays))
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

@@ -152,9 +152,8 @@ def _proven(rows: int, columns: int, width: int, dtype: torch.dtype, biased: boo
             return torch.equal(product(x, rows), expected)
         # a row's bits must not depend on its place among the ROWS either
         if not torch.equal(product(x.roll(5, 0), ROWS).roll(-5, 0), expected):
-            product_of = f"a [{ROWS}, {width}] by [{width}, {columns}] product"
-            how = f"differently by their place, with {threads} threads"
-            raise not_exact(f": this machine multiplies the rows of {product_of} {how}")
+            told = f"a [{ROWS}, {width}] by [{width}, {columns}] product differently by their place"
+            raise not_exact(f": this machine multiplies the rows of {told}, with {threads} threads")
         return True
 
 

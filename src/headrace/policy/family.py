@@ -38,9 +38,8 @@ _NO_CONTEXT = SimpleNamespace(save_for_backward=lambda *tensors: None)  # in pla
 
 def call(function: Any, *args: Any) -> Tensor:
     """Without a backward pass the forward alone: `apply` costs more than a small GEMM."""
-    if torch.is_grad_enabled():
-        return function.apply(*args)  # type: ignore[no-any-return]
-    return function.forward(_NO_CONTEXT, *args)  # type: ignore[no-any-return]
+    found: Tensor = function.apply(*args) if torch.is_grad_enabled() else function.forward(_NO_CONTEXT, *args)
+    return found
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -66,10 +65,9 @@ class RmsNorm(torch.autograd.Function):
         x, weight, r = ctx.saved_tensors
         unit = x * r
         pull = grad * unit
-        grad_weight = pull.flatten(0, -2).sum(0)
         along = (pull @ weight.to(r.dtype)).unsqueeze(-1).mul_(-1 / x.shape[-1])
         of_x = unit.mul_(along).addcmul_(grad, weight).mul_(r)
-        return of_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return of_x.to(x.dtype), pull.flatten(0, -2).sum(0).to(weight.dtype), None
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
@@ -242,8 +240,7 @@ class FamilyBody:
                 most = self._body.config.max_position_embeddings + BEYOND
                 cos, sin = self._body.rotary_emb(x[None], torch.arange(most, device=x.device)[None])
                 self._table = cos[0].contiguous(), sin[0].contiguous()
-        cos, sin = self._table
-        return cos[positions_1T[0]], sin[positions_1T[0]]
+        return self._table[0][positions_1T[0]], self._table[1][positions_1T[0]]
 
     @cached_property
     def _joined(self) -> list[_Joined]:

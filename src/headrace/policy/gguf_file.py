@@ -31,15 +31,13 @@ def gguf_model(path: Path, **options: Any) -> Any:
 def gguf_tokenizer(path: Path, **options: Any) -> Any:
     """The file's tokenizer, with the pre-tokenizer that the file names."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, **options)
-    backend = tokenizer.backend_tokenizer
-    if not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+    if not isinstance(tokenizer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         return tokenizer  # not a byte-level vocabulary, or a rule that `transformers` knows
     field = GGUFReader(path).get_field("tokenizer.ggml.pre")
     rule = None if field is None else str(field.contents())
     if rule in DIGITS_ALONE:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     elif rule not in AS_GPT2:
         told = f"the rule '{rule}', which Headrace does not know, so its tokens would be wrong"
         raise ModelError(f"{path} splits text by {told}; set model.tokenizer to a directory with the original one")

@@ -162,17 +162,14 @@ class Policy:
 
     def pass_s(self, plan: PackedPlan) -> float:
         """Seconds that a forward pass of the packed tokens would take at the device's limit."""
-        weights = 2 * self.active_weights * sum(plan.lengths)
         attention = 4 * self.num_layers * self.num_heads * self.head_size * plan.num_pairs
-        return (weights + attention) / limits(self.device)[0]
+        return (2 * self.active_weights * sum(plan.lengths) + attention) / limits(self.device)[0]
 
     @cached_property
     def active_weights(self) -> float:
         """Those that a token uses; of a mixture's experts, which lie in tensors of three dimensions, some."""
-        share = self.routers.shape[1] / max(1, self.routers.num_experts)
-        sizes = ((p.numel(), share if p.ndim == 3 and share else 1.0) for p in self.model.parameters())
-        found: float = sum(size * part for size, part in sizes)
-        return found
+        share = self.routers.shape[1] / max(1, self.routers.num_experts) or 1.0
+        return float(sum(p.numel() * (share if p.ndim == 3 else 1.0) for p in self.model.parameters()))
 
     def frozen_copy(self) -> Policy:
         shards = None if self.shards is None else self.shards.frozen_copy()
@@ -239,8 +236,7 @@ def resolve_device(name: str) -> torch.device:
     setting, num_gpus = f"model.device = '{name}'", torch.cuda.device_count()
     if not re.fullmatch(r"cpu(:0)?|cuda(:(0|[1-9]\d?))?", name):
         raise ModelError(f"{setting} is not supported; use auto, cpu, cuda or cuda:0")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+    if (device := torch.device(name)).type == "cuda" and (device.index or 0) >= num_gpus:
         raise ModelError(f"{setting}, but torch sees {num_gpus or 'no'} GPU{'s' * (num_gpus > 1)} here")
     return device
 
@@ -321,9 +317,9 @@ def _check_architecture(path: Path) -> None:
         return  # a GGUF file, or damaged: loading it says how
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or "auto_map" in config:
         return
-    known = "knows, but not as a causal LM" if name in CONFIG_MAPPING else "does not know"
+    does = "knows, but not as a causal LM" if name in CONFIG_MAPPING else "does not know"
     release = f"transformers {transformers.__version__}"
-    raise ModelError(f"model.path = '{path}' has the architecture '{name}', which {release} {known}")
+    raise ModelError(f"model.path = '{path}' has the architecture '{name}', which {release} {does}")
 
 
 @quiet_transformers()
@@ -371,10 +367,9 @@ def chosen_logprobs(
     Over the Support `support` and over all tokens. The head is applied to a chunk of tokens at a
     time, and again in the backward pass: there is never a float32 tensor of [N, V].
     """
-    fused = hidden.is_cuda and AVAILABLE
-    given: tuple[Any, ...] = hidden, weight, chosen, temperature, support, linear, fused
-    found = _ChosenLogprobs.apply(*given)  # type: ignore[no-untyped-call]
-    return found[0], found[-1]
+    apply: Any = _ChosenLogprobs.apply
+    both = apply(hidden, weight, chosen, temperature, support, linear, hidden.is_cuda and AVAILABLE)
+    return both[0], both[-1]
 
 
 class _ChosenLogprobs(torch.autograd.Function):

@@ -49,18 +49,16 @@ def refuse_unsupported(model: Any) -> None:
         raise ModelError(f"{name} is a recurrent model (state-space, linear attention or convolution). {told}")
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     if getattr(config, "kv_lora_rank", None) and kv_heads not in (None, heads):
-        raise ModelError(
-            f"{name} has latent attention, which makes keys and values for every attention head, but its config.json "
-            f"has num_attention_heads = {heads} and num_key_value_heads = {kv_heads}; the two must be equal"
-        )
+        makes = "has latent attention, which makes keys and values for every attention head"
+        told = f"has num_attention_heads = {heads} and num_key_value_heads = {kv_heads}; the two must be equal"
+        raise ModelError(f"{name} {makes}, but its config.json {told}")
 
 
 def check_weights(policy: Policy) -> None:
     """Refuse weights that cannot be trained, and parts that need more than a token's own past."""
     if packed := {str(p.dtype) for p in policy.model.parameters() if p.dtype not in TOLERANCE}:
         raise ModelError(f"the model has weights of type {', '.join(sorted(packed))}, which cannot be trained")
-    vocab = policy.head_weight.shape[0]
-    if len(policy.tokenizer) > vocab:
+    if len(policy.tokenizer) > (vocab := policy.head_weight.shape[0]):
         told = f"{vocab}: they do not belong together; name the model's own with model.tokenizer"
         raise ModelError(f"the tokenizer has {len(policy.tokenizer)} tokens, the model only {told}")
     if getattr(policy.head, "bias", None) is not None:
@@ -134,10 +132,9 @@ def _check_windows(policy: Policy) -> str:
         _compare(policy, ours, expected, f"after {ids.shape[1]} tokens, beyond its sliding window")
     if affordable == lengths:
         return ""
-    return (
-        f"{name} has a sliding window of {lengths[-1] - BEYOND} tokens. Whether Headrace computes it as "
-        "transformers does was not checked: a sequence of that length costs too much here"
-    )
+    has = f"{name} has a sliding window of {lengths[-1] - BEYOND} tokens"
+    why = "was not checked: a sequence of that length costs too much here"
+    return f"{has}. Whether Headrace computes it as transformers does {why}"
 
 
 def _ropes(policy: Policy) -> list[dict[str, Any]]:
@@ -183,8 +180,7 @@ def _cache_shape(policy: Policy, plan: _ProbePlan) -> tuple[int, int, int]:
         raise ModelError(f"{name} does not take its attention from outside, which Headrace needs")
     if often > 1:
         raise ModelError(f"{name} asks for attention {often} times in one layer; the cache is made for one")
-    shapes = {(*k.shape[1:], v.shape[2]) for ((k, v),) in plan.kept.values()}
-    if len(shapes) > 1:
+    if len(shapes := {(*k.shape[1:], v.shape[2]) for ((k, v),) in plan.kept.values()}) > 1:
         told = f"(heads, key size, value size): {', '.join(map(str, sorted(shapes)))}; the cache has one shape for all"
         raise ModelError(f"the layers of {name} have keys and values of different shapes {told}")
     if len(plan.num_heads) > 1:
@@ -203,10 +199,8 @@ def refusing(what: str) -> Iterator[None]:
     except Exception as error:
         told = " ".join(str(error).split())
         if "trust_remote_code" in told:  # advice of `transformers` that cannot be followed here
-            told = (
-                "it comes with Python code of its own, and Headrace does not run code that comes with a model; "
-                "take a model of an architecture that transformers has"
-            )
+            told = "it comes with Python code of its own, and Headrace does not run code that comes with a model"
+            told += "; take a model of an architecture that transformers has"
         raise ModelError(f"{what}: {told}") from error
 
 

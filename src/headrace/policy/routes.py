@@ -75,15 +75,14 @@ class _Choice(TorchFunctionMode):
         if func not in TOPK:
             return result
         scores: Tensor = args[0] if args else kwargs["input"]
-        own: Tensor = result[1]
         if scores.ndim != 2 or self._num_experts % scores.shape[1]:
             return result
         group_size = self._num_experts // scores.shape[1]
-        indices = self._routes.choose(self._layer, own, group_size)
+        indices = self._routes.choose(self._layer, result[1], group_size)
         if group_size == 1:
             self._routes.noted[self._layer] = indices.to(self._dtype)
             self._routes.num_choices += 1
-        if indices is own:
+        if indices is result[1]:
             return result
         return torch.return_types.topk((scores.gather(1, indices), indices))
 
@@ -92,7 +91,7 @@ class Routers:
     """The mixture layers of a model, in order. A dense model has none."""
 
     def __init__(self, body: nn.Module) -> None:
-        self._layers = [m for m in body.modules() if _num_experts(m)]
+        self._layers: list[Any] = [m for m in body.modules() if _num_experts(m)]
         self.num_layers = len(self._layers)
         self.num_experts = max([_num_experts(m) for m in self._layers], default=0)
         few = self.num_experts <= 256
@@ -101,8 +100,7 @@ class Routers:
         self.shape = (self.num_layers, 0)  # and experts per token, known after the first pass
         self._current: Routes | None = None
         found = {m for layer in self._layers for m in layer.modules()}
-        strays = [name for m in body.modules() if m not in found and (name := type(m).__name__).endswith(NAMES)]
-        if strays:
+        if strays := [name for m in body.modules() if m not in found and (name := type(m).__name__).endswith(NAMES)]:
             told = f"{strays[0]}, in a form that Headrace does not know: it could not be recorded"
             raise ModelError(f"{type(body).__name__} seems to choose experts in {told}")
 
@@ -118,11 +116,10 @@ class Routers:
         """Learn `shape` from a first pass; refuse if not all choices were seen."""
         sizes = {noted.shape[1] for noted in routes.noted.values()}
         if not len(routes.noted) == routes.num_choices == self.num_layers or len(sizes) > 1:
-            raise ModelError(
-                f"the experts that {type(self._layers[0]).__name__} chooses cannot be recorded: Headrace "
-                "looks for one top-k over all experts in each mixture layer, of one size, and saw "
-                f"{routes.num_choices} in {self.num_layers} layers, of sizes {sorted(sizes)}"
-            )
+            told = f"the experts that {type(self._layers[0]).__name__} chooses cannot be recorded"
+            looks = "looks for one top-k over all experts in each mixture layer, of one size"
+            saw = f"{routes.num_choices} in {self.num_layers} layers, of sizes {sorted(sizes)}"
+            raise ModelError(f"{told}: Headrace {looks}, and saw {saw}")
         self.shape = (self.num_layers, sizes.pop() if sizes else 0)
 
     @contextmanager
@@ -135,9 +132,8 @@ class Routers:
                 if routes is None:
                     break
                 choice = _Choice(routes, index, _num_experts(layer), self.device_dtype)
-                experts: Any = layer.experts
                 undo.enter_context(layer.register_forward_pre_hook(choice.begin))
-                undo.enter_context(experts.register_forward_pre_hook(choice.end))
+                undo.enter_context(layer.experts.register_forward_pre_hook(choice.end))
                 # always: the recomputation of a layer may end by an exception
                 undo.enter_context(layer.register_forward_hook(choice.end, always_call=True))
             yield

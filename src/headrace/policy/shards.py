@@ -51,8 +51,8 @@ class Shards:
         if frozen:
             self.model.requires_grad_(False)
         self._whole, body = _Whole(self.model), self.model.get_decoder()
-        num_layers = body.config.get_text_config().num_hidden_layers
-        layers = (m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == num_layers)
+        depth = body.config.get_text_config().num_hidden_layers
+        layers = (m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == depth)
         mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         rounding = mixed if dtype in HALF else MixedPrecisionPolicy()
         for module in (*next(layers, ()), self._whole):
@@ -102,7 +102,7 @@ class Shards:
     @torch.no_grad()
     def frozen_copy(self) -> "Shards":
         other = Shards(self._empty, self.device, self.dtype, self._mesh, frozen=True)
-        mine, theirs = ([*shards.held.values(), *shards.model.buffers()] for shards in (self, other))
+        mine, theirs = ([*x.held.values(), *x.model.buffers()] for x in (self, other))
         for tensor, into in zip(mine, theirs, strict=True):
             into.copy_(tensor)
         return other

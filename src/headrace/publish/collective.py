@@ -12,8 +12,7 @@ repaired: the sender opens another rendezvous (`expect`) for whoever is still th
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -65,8 +64,14 @@ class _Chain:
         if device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            with _errors_are_ours():
+            name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is made
+            before = {name: os.environ[name]} if name in os.environ else {}
+            os.environ[name] = "0"  # else NCCL's watchdog ends a process whose operation timed out
+            try:
                 self._group: Any = distributed.ProcessGroupNCCL(rendezvous, self.index, size, options)
+            finally:
+                del os.environ[name]
+                os.environ.update(before)
         else:
             options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
@@ -134,9 +139,8 @@ class CollectiveSender:
             self._chain.carry(self._staged[ticket.version].buckets, deadline)
         except RuntimeError as error:  # all that torch.distributed raises
             self.expect([""] * self._meeting.num_receivers)
-            raise PublishError(
-                f"version {ticket.version} was not sent: a receiver is gone, or did not come within {timeout_s:g} s"
-            ) from error
+            told = f"a receiver is gone, or did not come within {timeout_s:g} s"
+            raise PublishError(f"version {ticket.version} was not sent: {told}") from error
 
     def forget(self, version: int) -> None:
         self._staged.pop(version, None)
@@ -161,21 +165,6 @@ class CollectiveReceiver:
             self._chain.carry(buckets, deadline)
         except RuntimeError as error:
             self._chain = None
-            raise PublishError(
-                f"version {ticket.version} did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
-            ) from error
+            told = f"did not arrive in {timeout_s:g} s: the sender or a receiver is gone or slow"
+            raise PublishError(f"version {ticket.version} {told}") from error
         return verify(Payload(ticket.manifest, buckets))
-
-
-@contextmanager
-def _errors_are_ours() -> Iterator[None]:
-    """By default NCCL's watchdog ends the process in which an operation timed out."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # read when a group is made
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before

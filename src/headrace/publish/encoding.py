@@ -91,13 +91,9 @@ class Encoder:
         self._changes = changes
         if writer.num_bytes < sum(tensor.nbytes for tensor in self._held.values()):
             return writer.payload(version, self.version, "delta")
-
-        def changed(name: str) -> Tensor:
-            tensor, (places, values) = self._held[name].clone(), changes[name]
-            bits(tensor)[places] = values
-            return tensor
-
-        return self._full(version, ((name, changed(name)) for name in changes))
+        held = ((name, self._held[name], *change) for name, change in changes.items())
+        flat = ((name, t, bits(t).index_put((places,), new)) for name, t, places, new in held)
+        return self._full(version, ((name, x.view(t.dtype).view_as(t)) for name, t, x in flat))
 
 
 def decoded(payload: Payload, live: Mapping[str, Tensor], held: int | None) -> Iterator[Callable[[], object]]:
@@ -111,9 +107,8 @@ def decoded(payload: Payload, live: Mapping[str, Tensor], held: int | None) -> I
         target = live[spec.name]
         if payload.manifest.encoding == "delta":
             flat, coded = bits(target), torch.cat([*payload.pieces(start, spec.num_bytes)])
-            places = read_places(coded[: spec.place_bytes], spec.num_changed, len(flat))
+            where = read_places(coded[: spec.place_bytes], spec.num_changed, len(flat)).to(target.device)
             changes = read_changes(coded[spec.place_bytes :], spec.num_changed, flat.dtype)
-            where = places.to(target.device)
             yield partial(flat.index_put_, (where,), flat[where] + changes.to(target.device))
         else:
             room = bits(target, torch.uint8)
@@ -329,8 +324,7 @@ def _code(numbers: Tensor) -> Tensor:
 
 
 def _read(coded: Tensor, count: int) -> Tensor:
-    num_ends = int((coded < _MORE).sum())
-    if num_ends != count or bool((coded[-1:] >= _MORE).any()):
+    if (num_ends := int((coded < _MORE).sum())) != count or bool((coded[-1:] >= _MORE).any()):
         raise PublishError(f"a delta has {num_ends} numbers in place of {count}")
     part, coded = coded[:count], coded[count:]
     numbers, here, shift = (part & (_MORE - 1)).long(), (part >= _MORE).nonzero().flatten(), _GROUP

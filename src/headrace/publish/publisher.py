@@ -46,15 +46,26 @@ class Publisher:
         """Gather (by iterating `tensors`), encode. Replaces an uncommitted version."""
         if self._staged is not None:
             self.abandon(self._staged.version)
-        gathered = _Timed(tensors)
+        gathered_s, gathered_bytes = 0.0, 0
+
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            nonlocal gathered_s, gathered_bytes
+            began = time.perf_counter()
+            for name, tensor in tensors:
+                gathered_s += time.perf_counter() - began
+                gathered_bytes += tensor.nbytes
+                yield name, tensor
+                began = time.perf_counter()
+            gathered_s += time.perf_counter() - began
+
         started = time.perf_counter()
-        payload = self._encoder.encode(version, gathered)
+        payload = self._encoder.encode(version, gathered())
         encoded = time.perf_counter()
         self._end.stage(payload)
         self._staged = self._end.ticket(version)
         self.times = {
-            "gather": (gathered.seconds, gathered.num_bytes),
-            "encode": (encoded - started - gathered.seconds, payload.manifest.num_bytes),
+            "gather": (gathered_s, gathered_bytes),
+            "encode": (encoded - started - gathered_s, payload.manifest.num_bytes),
             "transfer": (time.perf_counter() - encoded, payload.manifest.num_bytes),
         }
         return self._staged
@@ -124,20 +135,3 @@ class Subscriber:
     def abandon(self, version: int) -> None:
         if self._staged is not None and self._staged[0].version == version:
             self._staged = None
-
-
-class _Timed:
-    """Passes tensors through and measures the seconds it took to get them."""
-
-    def __init__(self, tensors: Named) -> None:
-        self._tensors = tensors
-        self.seconds, self.num_bytes = 0.0, 0
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        started = time.perf_counter()
-        for name, tensor in self._tensors:
-            self.seconds += time.perf_counter() - started
-            self.num_bytes += tensor.nbytes
-            yield name, tensor
-            started = time.perf_counter()
-        self.seconds += time.perf_counter() - started

@@ -47,8 +47,7 @@ class RolloutActor:
         further attempt at a group draws the same noise as the first, and continues `order.so_far`.
         """
         max_context, num_prompt = self.engine.policy.max_context, len(order.prompt.token_ids)
-        num_new = max(s.max_new_tokens for s in order.samplings)
-        if num_prompt + num_new > max_context:
+        if num_prompt + (num_new := max(s.max_new_tokens for s in order.samplings)) > max_context:
             told = f"has {num_prompt} tokens and may get {num_new} new ones: more than the model's context of"
             helps = "lower rollout.max_new_tokens or prompts.max_tokens"
             raise DataError(f"prompt '{order.prompt.id}' {told} {max_context}; {helps}")
@@ -61,9 +60,8 @@ class RolloutActor:
                 continue
             submitted_s = now_s if known is None else known.timing.submitted_s
             self._pending[id] = order, order.nothing_sampled(i, submitted_s)
-            parts = [order.turn] if order.turn else []
-            if sampling.seed is not None:
-                parts = [0, sampling.seed % 2**64]
+            turn = [order.turn] if order.turn else []
+            parts = turn if sampling.seed is None else [0, sampling.seed % 2**64]
             seed = request_seed(self.seed, int(order.counted), order.serial, index, *parts)
             session = order.session(i)
             self._away.discard(session)
@@ -97,7 +95,7 @@ class RolloutActor:
             await self._work.wait()
             while self.engine.has_work:
                 counted = any(order.counted for order, _ in self._pending.values())
-                finished = await self.device.run(self._advance, "rollout" if counted else "evaluate")
+                ended = await self.device.run(self._advance, "rollout" if counted else "evaluate")
                 if fresh_tokens := self.engine.sampled_tokens - self._booked:
                     self.on_sampled(fresh_tokens)
                     self._booked += fresh_tokens
@@ -105,9 +103,9 @@ class RolloutActor:
                     id, version = self.engine.begun.popleft()
                     if id in self._pending and (order := self._pending[id][0]).counted:
                         self.on_begun(order.serial, version)
-                for generation in finished:
+                for generation in ended:
                     self._deliver(generation)
-                if finished and self._away:
+                if ended and self._away:
                     await self._gather()
             self._work.clear()
 
@@ -144,15 +142,14 @@ class RolloutActor:
         self.on_finished(sampled)
 
     def _trajectory(self, before: Trajectory, generation: Generation) -> Trajectory:
-        tokens, finished_s = generation.token_ids, generation.finished_s
         return replace(
             before,
             id=generation.id,
-            token_ids=np.concatenate([before.token_ids, tokens]),
-            sampled=np.concatenate([before.sampled, np.ones(len(tokens), np.bool_)]),
+            token_ids=np.concatenate([before.token_ids, generation.token_ids]),
+            sampled=np.concatenate([before.sampled, np.ones(len(generation.token_ids), np.bool_)]),
             logprobs=np.concatenate([before.logprobs, generation.logprobs]),
             spans=generation.spans,
             finish=generation.finish,
-            timing=replace(before.timing, started_s=generation.started_s, finished_s=finished_s),
+            timing=replace(before.timing, started_s=generation.started_s, finished_s=generation.finished_s),
             replay=generation.replay,
         )

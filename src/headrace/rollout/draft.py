@@ -85,8 +85,7 @@ class Drafter:
         self._tags = np.full(NUM_SLOTS, 0, np.uint32)  # of the context in a slot; 0 is empty
         self._tokens = np.full(NUM_SLOTS, 0, np.int32)
         self._streaks = np.full(NUM_SLOTS, 0, np.uint8)
-        self._right = np.zeros(len(ORDERS) * STREAKS)  # by kind of entry, with a half-life
-        self._scored = np.zeros(len(ORDERS) * STREAKS)
+        self._right, self._scored = np.zeros((2, len(ORDERS) * STREAKS))  # by kind of entry, with a half-life
         self._idle_steps, self._pause_steps = 0, IDLE_STEPS[0]
 
     def read(self, prompt: IntArray) -> None:
@@ -98,20 +97,18 @@ class Drafter:
     def learn(self, rows: Rows) -> None:
         """Learn from every token that was sampled since the last call."""
         learned = rows.states["learned"]
-        fresh = rows.sampled - learned
-        if not fresh.any():
+        if not (fresh := rows.sampled - learned).any():
             return
         which, at = _cells(fresh)
         at += learned[which]
         tokens = rows.tokens_at(which, at)
         slots, tags = _places(rows.states["prompt_key"][which], rows.contexts(which, at))
         guesses, kinds = self._look_up(slots, tags)
-        right, known = guesses == tokens, kinds[kinds >= 0]
+        right, known = (guesses == tokens)[kinds >= 0], kinds[kinds >= 0]
         num_scored = np.bincount(known, minlength=len(self._scored))
-        num_right = np.bincount(known, weights=right[kinds >= 0], minlength=len(self._right))
         keep = 0.5 ** (num_scored / HALF_LIFE_TOKENS)
         self._scored = self._scored * keep + num_scored
-        self._right = self._right * keep + num_right
+        self._right = self._right * keep + np.bincount(known, weights=right, minlength=len(keep))
         self._write(slots, tags, tokens)
         learned[:] = rows.sampled
 
@@ -125,8 +122,7 @@ class Drafter:
             return None
         self.learn(rows)
         tokens, chances = self._guess(rows, max(plain, 0.1))
-        counts = self._choose(chances, level, plain * GAIN)
-        if not counts.any():
+        if not (counts := self._choose(chances, level, plain * GAIN)).any():
             self._idle_steps = self._pause_steps
             self._pause_steps = min(2 * self._pause_steps, IDLE_STEPS[1])
             return None
@@ -138,8 +134,7 @@ class Drafter:
         # a draft ends where that falls below `floor`, a row's share of a step: no more tokens pay
         tokens = np.zeros((len(rows), self._longest), np.int64)
         chances = np.zeros(tokens.shape)
-        rates = self._rates()
-        if rates.max() <= floor:
+        if (rates := self._rates()).max() <= floor:
             return tokens, chances
         room = rows.states["limit"] - rows.sampled - 1  # one token is sampled after the last draft
         which = np.flatnonzero(room > 0)
@@ -147,8 +142,7 @@ class Drafter:
         for depth in range(self._longest):
             guesses, kinds = self._look_up(*_places(rows.states["prompt_key"][which], contexts))
             chance = chance * rates[kinds]
-            likely = (chance > floor) & (room[which] > depth)
-            if not likely.any():
+            if not (likely := (chance > floor) & (room[which] > depth)).any():
                 break
             which, guesses, chance = which[likely], guesses[likely], chance[likely]
             tokens[which, depth], chances[which, depth] = guesses, chance
@@ -166,8 +160,7 @@ class Drafter:
     def _choose(self, chances: Doubles, level: int, needed: float) -> Ints:
         """Tokens `[n]` of each draft to verify: for most tokens per unit of time, or none."""
         num_rows = len(chances)
-        order = np.argsort(-chances, axis=None, kind="stable")
-        order = order[: max(0, self._most_tokens - num_rows)]
+        order = np.argsort(-chances, axis=None, kind="stable")[: max(0, self._most_tokens - num_rows)]
         order = order[chances.flat[order] > 0]
         expected = np.append(0.0, chances.flat[order].cumsum())  # accepted tokens of 0, 1, 2 ..
         speeds = (num_rows + expected) / (level + num_rows + np.arange(len(expected)))

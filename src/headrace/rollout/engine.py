@@ -176,8 +176,7 @@ class Engine:
     @torch.inference_mode()
     def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
         """Greedy next token and its log-prob, by the normal prefill; none if the cache is full."""
-        place = self._store.open(len(prompt), 1)
-        if place is None:
+        if (place := self._store.open(len(prompt), 1)) is None:
             return []
         try:
             last_hidden, _ = self._store.prefill([Chunk(place, 0, len(prompt), prompt)])
@@ -191,8 +190,7 @@ class Engine:
         """What each running or preempted request has sampled so far, by id; its finish is ABORT."""
         now_s = self.clock()
         running = [self._rows.park(row, now_s) for row in range(len(self._rows))]
-        waiting = (group.parked for group in (*self._waiting, *self._prefilling))
-        parked = (*running, *filter(None, waiting))
+        parked = *running, *(g.parked for g in (*self._waiting, *self._prefilling) if g.parked)
         return {p.request.id: p.generation(FinishReason.ABORT, now_s) for p in parked}
 
     @cached_property
@@ -211,8 +209,8 @@ class Engine:
         at_once = max(1, min(self.max_running, self._store.most_rows(longest)))
         if known is None and len(requests) == 1:  # of episodes that ask for the same prompt
             for group in islice(reversed(self._waiting), MOST_COMPARED):
-                open_to_more = group.known is None and group.parked is None and len(group.requests) < at_once
-                if open_to_more and group.longest == longest and np.array_equal(group.prompt, prompt):
+                joinable = group.known is None and group.parked is None and len(group.requests) < at_once
+                if joinable and group.longest == longest and np.array_equal(group.prompt, prompt):
                     group.requests += requests
                     return
         for start in range(0, len(requests), at_once):
@@ -232,8 +230,7 @@ class Engine:
             fits = partial(self._store.has_room, num_rows=num_rows, longest=longest, **sizes)
             while not (room := fits()) and self._kept:
                 self._drop_oldest()
-            alone = not len(self._rows) and not self._prefilling
-            if not (num_rows <= self.max_running and room) and not alone:
+            if (num_rows > self.max_running or not room) and (len(self._rows) or self._prefilling):
                 return True
             kept = self._kept[session][-1] if session in self._kept else None
             cached = _common(group.prompt[:-1], kept.tokens[:-1]) if kept else 0
@@ -416,12 +413,10 @@ def _common(a: IntArray, b: IntArray) -> int:
 
 def kv_budget(policy: Policy, kv_tokens: int, reserved_bytes: int = 0) -> int:
     """Tokens that the KV cache may hold: `kv_tokens`, or if that is 0 what fits into 2 GiB."""
-    if kv_tokens:
-        return kv_tokens
     usable = 2 * 2**30
     if policy.device.type == "cuda":  # half of what the learner's state, `reserved_bytes`, leaves
         usable = max(0, torch.cuda.mem_get_info(policy.device)[0] - reserved_bytes) // 2
-    return int(usable // kv_bytes_per_token(policy))
+    return kv_tokens or int(usable // kv_bytes_per_token(policy))
 
 
 def kv_bytes_per_token(policy: Policy) -> int:

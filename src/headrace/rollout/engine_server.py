@@ -300,22 +300,20 @@ class ServerEngine:
         asked.row.supports.extend(np.array(sorted(left), np.int32) for left in part.supports)
         self.sampled_tokens += len(fresh) * request.counted
         self._computed += len(fresh)
-        if part.finish:
-            self._end(asked, part.finish, part.spans)
-
-    def _end(self, asked: _Asked, finish: FinishReason, spans: Sequence[Mapping[str, Any]]) -> None:
-        del self._asked[asked.row.request.id]
+        if not part.finish:
+            return
+        del self._asked[request.id]
         if asked.server:
             asked.server.num_asked -= 1
         versions = asked.row.sampled["version"][asked.known :]
-        for span in spans:
+        for span in part.spans:
             versions[span["start"] : span["end"]] = int(span["version"].removeprefix(self.mark))
-        if sum(span["end"] - span["start"] for span in spans) != len(versions):
+        if sum(span["end"] - span["start"] for span in part.spans) != len(versions):
             told = f"{self.name} sampled {len(versions)} tokens and tells the versions of others"
-            raise ModelError(f"{told}: {spans}")
+            raise ModelError(f"{told}: {part.spans}")
         self._prompted += len(asked.row.prompt)
         self._losses = 0
-        self._finished.append(asked.row.generation(finish, self._clock()))
+        self._finished.append(asked.row.generation(part.finish, self._clock()))
 
     def _abort(self, ids: set[str]) -> None:
         ended: dict[Server, list[str]] = {}

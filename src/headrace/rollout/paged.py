@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -67,7 +66,6 @@ class PagedStore(PageTables):
         cache_shape = self.num_pages + 1, policy.num_kv_heads, PAGE, policy.head_size
         rows = _row_size(max(max_running, MOST_VERIFIED))
         most_pages = -(-(min(policy.max_context, kv_tokens) + MOST_STEPS) // PAGE)
-        routes_shape, routes_dtype = policy.routers.shape, policy.routers.device_dtype
         with policy.device:
             self._layers = torch.zeros(policy.num_layers, 2, *cache_shape, dtype=policy.dtype)
             self._cache = [(keys, values) for keys, values in self._layers]
@@ -78,7 +76,7 @@ class PagedStore(PageTables):
             self._noise = torch.full((MOST_STEPS, rows), 0.5, dtype=torch.float64)
             self._drawn = torch.zeros(MOST_STEPS, rows, dtype=torch.int64)
             self._logprobs = torch.zeros(MOST_STEPS, rows, dtype=torch.float32)
-            self._routes = torch.zeros(MOST_STEPS, rows, *routes_shape, dtype=routes_dtype)
+            self._routes = torch.zeros(MOST_STEPS, rows, *policy.routers.shape, dtype=policy.routers.device_dtype)
             self._logits = torch.zeros(rows, len(policy.head_weight), dtype=policy.dtype)
             self._step = torch.zeros(1, dtype=torch.int64)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -175,7 +173,7 @@ class PagedStore(PageTables):
         self._lengths[:rows] += 1
         self._step += 1
 
-    def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
+    def _to_device(self, array: np.ndarray) -> Tensor:
         pinned = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
         return pinned.to(self._policy.device, non_blocking=True)
 

@@ -69,8 +69,7 @@ class PageTables:
         """
         kept, num_full = kept or [], num_kept // PAGE
         num_copies = num_requests - 1 if num_prompt % PAGE else 0
-        num_own = num_pages(num_prompt) - num_full
-        if self.pages.num_free < num_own + num_copies:
+        if self.pages.num_free < (num_own := num_pages(num_prompt) - num_full) + num_copies:
             if not self.rows and not self._prompts:
                 told = f"the key/value cache has room for {self.num_pages * PAGE} tokens: raise rollout.kv_tokens"
                 raise ConfigError(f"a prompt of {num_prompt} tokens with {num_requests} answers does not fit: {told}")

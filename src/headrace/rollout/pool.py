@@ -152,8 +152,7 @@ class RolloutPool:
             owed = {order.serial for order in member.orders.values() if order.counted}
             if ended := [serial for serial in serials if serial in owed]:
                 worker.ask(Sampler.abort, ended)
-        given_up = [order for order in self._waiting if order.counted and order.serial in serials]
-        for order in given_up:
+        for order in [o for o in self._waiting if o.counted and o.serial in serials]:
             self._waiting.remove(order)
             for i, index in enumerate(order.indices):
                 id, known = order.request_id(i), (order.so_far or {}).get(index)
@@ -177,8 +176,7 @@ class RolloutPool:
         return found
 
     def _ask_under_way(self, worker: Worker[Sampler]) -> asyncio.Future[UnderWay]:
-        member = self._members[worker]
-        if member.under_way is None:
+        if (member := self._members[worker]).under_way is None:
             member.under_way = asyncio.get_running_loop().create_future()
             worker.ask(Sampler.tell_under_way)
         return member.under_way
@@ -234,11 +232,9 @@ class RolloutPool:
         for serial, version in news.begun:
             self.on_begun(serial, version)
         for trajectory in news.finished:
-            order = member.orders.pop(trajectory.id)
-            if order.counted:
+            if (order := member.orders.pop(trajectory.id)).counted:
                 member.delivered_tokens += _fresh_tokens(order, trajectory)
-            future = self._futures.pop(trajectory.id)
-            if not future.done():
+            if not (future := self._futures.pop(trajectory.id)).done():
                 future.set_result(trajectory)
         if news.under_way is not None:
             member.known = {t.id: t for group in news.under_way.values() for t in group.values()}

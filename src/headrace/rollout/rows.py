@@ -112,9 +112,8 @@ class RowSequence:
         return np.concatenate([self.prompt_routes, self.sampled["routes"][:-1]])
 
     def generation(self, finish: FinishReason, now_s: float) -> Generation:
-        routes = None
-        if (known := self.routes).shape[1]:
-            routes = np.concatenate([known, np.zeros_like(known[:1])])
+        known = self.routes
+        routes = np.concatenate([known, np.zeros_like(known[:1])]) if known.shape[1] else None
         return Generation(
             id=self.request.id,
             token_ids=self.sampled["token"].astype(np.int32),
@@ -214,8 +213,7 @@ class Rows:
             self._table["routes"][rows, at - 1] = burst.routes[steps, columns]
         if burst.supports is not None:
             for column in np.flatnonzero(fresh["truncates"]):
-                supports = burst.supports[: burst.counts[column], column]
-                self.sequences[first + column].supports.extend(supports)
+                self.sequences[first + column].supports.extend(burst.supports[: burst.counts[column], column])
         fresh["sampled"] += burst.counts
 
     def ends(
@@ -283,8 +281,7 @@ class Rows:
         return self._table["token"][row, : self.sampled[row]]
 
     def remove(self, row: int) -> None:
-        count = self.sampled[-1]
-        self._table[row, :count] = self._table[len(self) - 1, :count]
+        self._table[row, : self.sampled[-1]] = self._table[len(self) - 1, : self.sampled[-1]]
         self.states[row] = self.states[-1]
         self.sequences[row] = self.sequences[-1]
         del self.sequences[-1]

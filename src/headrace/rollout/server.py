@@ -74,9 +74,9 @@ class Server:
                     env=own | {"HF_HUB_OFFLINE": "1"} | self._launch.env,
                     start_new_session=True,
                 )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as why:
             shutil.rmtree(self.directory)
-            raise ConfigError(f"rollout.command = '{command}' cannot be started: {error}") from error
+            raise ConfigError(f"rollout.command = '{command}' cannot be started: {why}") from why
         theirs, self._alive = os.pipe()
         guard = ["sh", "-c", GUARD, str(self._process.pid), str(self.directory)]
         subprocess.run(guard, stdin=theirs, start_new_session=True, check=True)
@@ -124,17 +124,15 @@ class Server:
 
     @contextmanager
     def _send(self, method: str, path: str, body: Any, timeout_s: float | None) -> Iterator[http.client.HTTPResponse]:
-        address = self._launch.address
-        family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+        family = socket.AF_UNIX if isinstance(self._launch.address, str) else socket.AF_INET
         with closing(http.client.HTTPConnection("engine")) as connection, socket.socket(family) as at:
             connection.sock = at
             self._open.add(at)
             at.settimeout(timeout_s)
-            at.connect(address)
+            at.connect(self._launch.address)
             headers = {"Content-Type": "application/json", "Connection": "close", **self._launch.headers}
             connection.request(method, path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            if response.status != 200:
+            if (response := connection.getresponse()).status != 200:
                 text = response.read(2000).decode(errors="replace")
                 told = f"the server answers {path} with {response.status}: {text}"
                 raise ModelError(told) if response.status == 400 else ServerLostError(told)
@@ -153,8 +151,7 @@ class TheirServer(Server):
     """One that the user has started, at `http://host:port`, perhaps with `:key@` before it."""
 
     def __init__(self, address: str, directory: Path, launch: Callable[[Path], Launch]) -> None:
-        url = urlsplit(address)
-        if url.scheme != "http":
+        if (url := urlsplit(address)).scheme != "http":
             raise ValueError("the address has to begin with http://")
         headers = {"Authorization": f"Bearer {unquote(url.password)}"} if url.password else {}
         directory.mkdir(parents=True, exist_ok=True)

@@ -128,8 +128,7 @@ class PrefillPlan:
             keys[..., c.start : c.end] = k_TJD[at].permute(1, 2, 0)
             values[:, c.start : c.end] = v_TJD[at].transpose(0, 1)
             seen = keys[..., : c.end].permute(2, 0, 1), values[:, : c.end].transpose(0, 1)
-            reach = window if window < c.end else 0
-            out[at] = rectangle(q_THD[at], *seen, (1, c.size), scale, reach)
+            out[at] = rectangle(q_THD[at], *seen, (1, c.size), scale, window if window < c.end else 0)
         return out
 
 
@@ -341,8 +340,7 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
     logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if any(s.temperature not in (0.0, 1.0) for s in kinds):
         logits = logits / torch.tensor([s.temperature or 1.0 for s in samplings])[:, None]
-    allowed = _allowed(logits, samplings) if truncates else None
-    if allowed is not None:
+    if (allowed := _allowed(logits, samplings) if truncates else None) is not None:
         logits = logits.masked_fill(~allowed, float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
     # in float64: a float32 sum over 150,000 tokens would change the probability of rare tokens
