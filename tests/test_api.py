@@ -226,11 +226,3 @@ def test_a_warm_start_is_part_of_the_run(workshop: Workshop):
     assert [entry for entry in diary.entries if entry.startswith("note")] == [
         "note: step 2: the gradient was not finite; the weights stay as they were"
     ]
-
-
-def test_a_run_of_an_older_release_asks_for_the_cluster_that_it_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    (tmp_path / "config.toml").write_text('[place]\ncluster = "ray"\naddress = "10.0.0.7:6379"\n')
-    with pytest.raises(RunError, match=r"joined the Ray cluster at 10\.0\.0\.7:6379: set RAY_ADDRESS=10\.0\.0\.7:6379"):
-        headrace.resume(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]

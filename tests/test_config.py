@@ -80,15 +80,6 @@ def test_far_fetched_setting_gets_no_suggestion():
     assert message(None, "zzz.qqq=1") == "unknown setting zzz.qqq (command line)"
 
 
-def test_the_setting_that_was_replaced_says_what_to_write(toml):
-    path = toml("[prompts]\nshuffle = false\n")
-    told = r'prompts\.shuffle is no setting any more: true is .*"uniform".*false is "in-order" \(.*toml\)'
-    with pytest.raises(ConfigError, match=told):
-        load_config(path)
-    with pytest.raises(ConfigError, match=r"prompts\.shuffle is no setting any more.*command line"):
-        load_config(None, ["prompts.shuffle=true"])
-
-
 def test_a_selection_that_does_not_exist(toml):
     told = r"prompts\.select = 'signals' is none of 'uniform', 'in-order', 'signal', and names no 'file\.py:function'"
     with pytest.raises(ConfigError, match=told):
@@ -320,61 +311,10 @@ def test_a_recipe_has_its_own_files_even_where_others_have_their_names(tmp_path:
     assert config.reward.function == f"{DEMO.parent}/arithmetic.py:score"
 
 
-def test_a_run_of_the_demo_of_an_older_release_is_understood(toml):
-    config = load_config(toml('[prompts]\nsource = "arithmetic"\n'), of_a_run=True)
-    assert config.prompts.source == f"{DEMO.parent}/arithmetic.py:tasks"
-    assert config.reward.function == f"{DEMO.parent}/arithmetic.py:score"
-
-
-def test_the_address_of_a_cluster_is_no_setting():
-    with pytest.raises(ConfigError, match=r"place\.address is no setting any more.*RAY_ADDRESS"):
-        load_config(None, ["place.address=auto"])
-
-
-OLDER = """
-[learner]
-beta1 = 0.8
-beta2 = 0.95
-clip_low = 0.1
-clip_high = 0.3
-correction_low = 0.25
-correction_high = 4.0
-[prompts]
-shuffle = false
-[buffer]
-min_share = 0.5
-drop_no_signal = false
-drop_overlong = true
-[publish]
-bucket_mb = 32
-"""
-
-
-def test_the_settings_of_a_run_of_an_older_release_are_understood(toml):
-    config = load_config(toml(OLDER), of_a_run=True)
-    assert config.learner.betas == (0.8, 0.95)
-    assert config.learner.clip == (0.1, 0.3)
-    assert config.learner.correction_limits == (0.25, 4.0)
-    assert config.prompts.select == "in-order"
-    assert config.buffer.drop == "overlong"
-
-
-@pytest.mark.parametrize(
-    ("told", "drop"),
-    [
-        ("drop_overlong = true", "no_signal,overlong"),
-        ("drop_overlong = false", "no_signal"),
-        ("drop_no_signal = false", "nothing"),
-    ],
-)
-def test_of_two_older_settings_the_one_that_is_not_given_has_its_default(toml, told: str, drop: str):
-    assert load_config(toml(f"[buffer]\n{told}\n"), of_a_run=True).buffer.drop == drop
-
-
-def test_a_file_of_a_user_is_told_what_is_no_setting(toml):
-    text = message(toml(OLDER))
-    for key in ("learner.beta1", "learner.correction_high", "prompts.shuffle", "buffer.min_share", "publish.bucket_mb"):
-        assert key in text
+def test_every_unknown_setting_of_a_file_is_told_at_once(toml):
+    text = message(toml("[learner]\nbeta1 = 0.8\n[prompts]\nshuffle = false\n[publish]\nbucket_mb = 32\n"))
+    for key in ("learner.beta1", "prompts.shuffle", "publish.bucket_mb"):
+        assert f"unknown setting {key}" in text
 
 
 def test_files_are_searched_beside_the_settings(toml):

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from headrace.config import Config
-from headrace.config_file import cost_of, load_config, num_devices, read_toml, rooted
+from headrace.config_file import cost_of, load_config, num_devices, rooted
 from headrace.errors import LearnerLostError, RunError
 from headrace.ledger import files
 from headrace.ledger.database import FILE_NAME, claimed, is_complete
@@ -72,9 +71,6 @@ def resume(
     if fixed := [word for word in overrides if word.startswith(FIXED)]:
         raise RunError(f"{', '.join(fixed)}: that cannot change in the middle of a run")
     _refuse_finished(run_dir, config)
-    joined = read_toml(run_dir / files.SETTINGS).get("place", {}).get("address")  # of an older release
-    if joined and config.place.cluster == "ray" and not os.environ.get("RAY_ADDRESS"):
-        raise RunError(f"{run_dir} joined the Ray cluster at {joined}: set RAY_ADDRESS={joined}, or to another")
     with claimed(run_dir), memory_for("training", STEPS):
         if any(word.startswith("rollout.workers") for word in overrides):
             (run_dir / files.WANTED_WORKERS).unlink(missing_ok=True)

@@ -31,17 +31,6 @@ SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, fiel
 Given = tuple[Any, str]  # a value somebody wrote, and where
 SETTINGS = {f"{name}.{key}": field for name, model in SECTIONS.items() for key, field in model.model_fields.items()}
 
-PAIRS = {
-    "learner.betas": ("learner.beta1", "learner.beta2"),
-    "learner.clip": ("learner.clip_low", "learner.clip_high"),
-    "learner.correction_limits": ("learner.correction_low", "learner.correction_high"),
-}
-GONE = ("buffer.min_share", "loop.eval_patience", "place.address", "publish.bucket_mb", "reward.overlong_penalty")
-INSTEAD = {
-    "prompts.shuffle": 'true is prompts.select = "uniform", the default, and false is "in-order"',
-    "place.address": "put the address of the Ray cluster into the environment, RAY_ADDRESS=...",
-}
-
 
 class Explained(NamedTuple):
     """One setting, in words."""
@@ -52,15 +41,10 @@ class Explained(NamedTuple):
     doc: str
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = (), *, of_a_run: bool = False) -> Config:
-    """The settings of `path` (the defaults if None) with `overrides` on top.
-
-    `of_a_run` are those that a run wrote down, perhaps of an older release.
-    """
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
+    """The settings of `path` (the defaults if None) with `overrides` on top."""
     given: dict[str, Given] = {}
     file_problems = [] if path is None else _read_file(Path(path), given)
-    if of_a_run:
-        _renew(given)
     problems = file_problems + _read_overrides(overrides, given)
     problems += [_unknown(key, given.pop(key)[1]) for key in list(given) if key not in SETTINGS]
     config, invalid = _validate(given, file_is_whole=not file_problems)
@@ -190,27 +174,6 @@ def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
     return []
 
 
-def _renew(given: dict[str, Given]) -> None:
-    """Put what is one setting now into one, and leave out what is none any more."""
-    for new, olds in PAIRS.items():
-        pair = [given.pop(old) for old in olds if old in given]
-        if len(pair) == len(olds):
-            given[new] = [value for value, _ in pair], pair[0][1]
-    if (shuffled := given.pop("prompts.shuffle", None)) is not None:
-        given["prompts.select"] = "uniform" if shuffled[0] else "in-order", shuffled[1]
-    defaults = {"no_signal": (True, ""), "overlong": (False, "")}
-    drops = {name: given.pop(f"buffer.drop_{name}", default) for name, default in defaults.items()}
-    if where := next((place for _, place in drops.values() if place), ""):
-        given["buffer.drop"] = ",".join(k for k, on in drops.items() if on[0]) or "nothing", where
-    if given.get("prompts.source", ("", ""))[0] == "arithmetic":
-        where, task = given["prompts.source"][1], DEMO.with_name("arithmetic.py")
-        given["prompts.source"] = f"{task}:tasks", where
-        if not given.get("reward.function", ("", ""))[0]:
-            given["reward.function"] = f"{task}:score", where
-    for key in GONE:
-        given.pop(key, None)
-
-
 def _beside(path: Path, key: str, value: Any) -> Any:
     """A file that a setting names is searched here, then beside the settings; a recipe's own is beside it."""
     if isinstance(value, list):
@@ -305,8 +268,6 @@ def _build(given: Mapping[str, Given], without: Collection[str]) -> tuple[Config
 def _unknown(key: str, place: str = "") -> str:
     where = f" ({place})" if place else ""
     section, _, rest = key.partition(".")
-    if key in INSTEAD:
-        return f"{key} is no setting any more: {INSTEAD[key]}{where}"
     if key in SECTIONS:
         example = next(iter(SECTIONS[key].model_fields))
         return f"{key} is a section, not a setting; set one of its keys, such as {key}.{example}{where}"

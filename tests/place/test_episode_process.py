@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -116,3 +117,23 @@ def test_what_is_wrong_with_user_code_is_said_as_anywhere_else(workshop: ChatWor
         api.train(load_config(None, [*words, "episode.agent=no-such-agent --now"]))
     with pytest.raises(ConfigError, match=r"expected host:port"):
         api.train(load_config(None, [*words, "episode.agent=true", "episode.listen=nowhere"]))
+
+
+@pytest.mark.slow
+def test_a_served_model_is_asked_in_another_process(workshop: ChatWorkshop, monkeypatch: pytest.MonkeyPatch):
+    api.train(workshop.config("served", "loop.steps=1"))
+    monkeypatch.setattr(place, "resolve_device", lambda name: torch.device("cuda"))
+    found = list[Any]()
+
+    class SeenError(Exception):
+        """Enough was seen."""
+
+    def on_ready(base_url: str) -> None:
+        """Holds up the event loop of this process: only another one can answer."""
+        found.append(httpx.get(f"{base_url}/models", headers={"Authorization": "Bearer k"}).json()["data"])
+        raise SeenError
+
+    with pytest.raises(SeenError):
+        api.serve_run(workshop.directory / "served", on_ready, host="127.0.0.1", port=0, key="k")
+    assert [model["id"] for (model,) in found] == ["served"]
+    assert not episode_processes()

@@ -178,8 +178,11 @@ class Episodes:
     abort_requests: Callable[[Sequence[int]], None]
     _running: dict[asyncio.Task[Outcome], Session] = field(default_factory=dict, init=False)
 
-    def __post_init__(self) -> None:
-        self.prepare, self.close = self.player.prepare, self.player.close
+    async def prepare(self) -> None:
+        await self.player.prepare()
+
+    async def close(self) -> None:
+        await self.player.close()
 
     async def worked(self, prompt: Prompt, chat: Messages) -> Example:
         return await self.player.worked(prompt, chat)  # type: ignore[no-any-return]

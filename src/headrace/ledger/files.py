@@ -135,7 +135,7 @@ def run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     path = run_dir / SETTINGS
     if not path.exists():
         raise RunError(f"{run_dir} is not a run directory: it has no {SETTINGS}")
-    return load_config(path, overrides, of_a_run=True)
+    return load_config(path, overrides)
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:

@@ -23,12 +23,13 @@ from headrace.episode.chat import Chat, Messages
 from headrace.episode.environment import Environments
 from headrace.episode.played import Player
 from headrace.episode.session import Desk, Episodes
-from headrace.errors import HeadraceError, RunError
+from headrace.errors import DataError, HeadraceError, RunError
 from headrace.loop.watchdog import background
 from headrace.policy.policy import load_tokenizer
 from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool
 from headrace.reward.worker import HEADER, frame
+from headrace.rollout.pool import RolloutPool
 from headrace.serve.agent import Agents
 from headrace.types import Example, Order, Outcome, Prompt, Trajectory
 from headrace.user_code import search_path, short_traceback
@@ -42,24 +43,26 @@ Make = Callable[[Desk, Note], Any]  # what leads the episodes
 
 
 class Line:
-    """Calls between the event loops of two processes: `served` are those that the other end may make.
+    """Calls between the event loops of two processes: `served` are those that the other end may make, by name.
 
     They are begun in the order in which they were made.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.served: dict[str, Callable[..., Any]] = {}
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, served: dict[str, Callable[..., Any]]
+    ) -> None:
+        self.served = served
         self._numbers, self._asked = itertools.count(1), dict[int, asyncio.Future[Any]]()
         self._answering: set[asyncio.Task[None]] = set()
         self._reader, self._writer = reader, writer
         self.listening = asyncio.create_task(self._listen())
 
-    def tell(self, name: str, *given: Any) -> None:
-        self._say(0, name, given)
+    def tell(self, method: Callable[..., Any], *given: Any) -> None:
+        self._say(0, method.__name__, given)
 
-    def ask(self, name: str, *given: Any) -> asyncio.Future[Any]:
+    def ask(self, method: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._say(number, name, given)
+        self._say(number, method.__name__, given)
         self._asked[number] = answer
         if self._writer.is_closing():
             self._fail(RunError(ENDED))
@@ -122,37 +125,40 @@ class EpisodeProcess:
     """The episodes of a run, asked like `Episodes`, which is at the other end of the line."""
 
     def __init__(self, make: Make, config: Config, desk: Desk, abort_requests: Any, on_note: Note) -> None:
-        self._desk, self._spans = desk, dict[int, ExitStack]()
+        self._desk, self._on_note, self._spans = desk, on_note, dict[int, ExitStack]()
         self._given = make, config, sorted(desk.chat.stop_ids), desk.max_context, desk.refusal
-        named = {"sample": desk.sample, "forget": desk.forget, "on_turn": desk.on_turn, "note": on_note}
-        self._served = named | {"abort": abort_requests, "begin": self._begin, "end": self._end}
+        asked = (self.sample, self.on_turn, self.note, self.begin, self.end)
+        self._served = {each.__name__: each for each in asked} | {"forget": desk.forget, "abort": abort_requests}
         self._process: asyncio.subprocess.Process | None = None
         self._line: Line
 
     async def prepare(self) -> None:
         ours, theirs = socket.socketpair()
-        self._line = Line(*await asyncio.open_connection(sock=ours))
-        self._line.served |= self._served
+        self._line = Line(*await asyncio.open_connection(sock=ours), self._served)
         with theirs:
             argv, fds = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno())], [theirs.fileno()]
             starting = asyncio.create_subprocess_exec(*argv, *search_path(), pass_fds=fds, start_new_session=True)
             self._process = await starting
-        await self._line.ask("prepare", time.monotonic() - self._desk.now(), *self._given)
+        await self._line.ask(Episodes.prepare, time.monotonic() - self._desk.now(), *self._given)
 
     def start(self, order: Order) -> Sequence[asyncio.Future[Outcome]]:
-        return [self._line.ask("play", order, i) for i in range(len(order.samplings))]
+        try:
+            return [self._line.ask(Episodes.play, order, i) for i in range(len(order.samplings))]
+        except Exception as error:  # pickling runs the fields' own code
+            told = f"the fields of prompt '{order.prompt.id}' cannot be pickled for another process"
+            raise DataError(f"{told}: {error!r}") from error
 
     def abort(self, serials: Sequence[int]) -> None:
-        self._line.tell("abort", list(serials))
+        self._line.tell(Episodes.abort, list(serials))
 
     async def drain(self) -> None:
-        await self._line.ask("drain")
+        await self._line.ask(Episodes.drain)
 
     async def under_way(self) -> dict[int, dict[int, Trajectory]]:
-        return await self._line.ask("under_way")  # type: ignore[no-any-return]
+        return await self._line.ask(Episodes.under_way)  # type: ignore[no-any-return]
 
     async def worked(self, prompt: Prompt, chat: Messages) -> Example:
-        return await self._line.ask("worked", prompt, chat)  # type: ignore[no-any-return]
+        return await self._line.ask(Episodes.worked, prompt, chat)  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         if self._process is None:
@@ -165,11 +171,21 @@ class EpisodeProcess:
             self._process.kill()
         await self._process.wait()
 
-    def _begin(self, key: int, stage: str) -> None:
+    async def sample(self, order: Order) -> Trajectory:
+        return await self._desk.sample(order)
+
+    def on_turn(self, serial: int, episode: Trajectory) -> None:
+        self._desk.on_turn(serial, episode)
+
+    def note(self, text: str) -> None:
+        self._on_note(text)
+
+    def begin(self, key: int, stage: str) -> None:
+        """A stage begins at the other end."""
         self._spans[key] = ExitStack()
         self._spans[key].enter_context(self._desk.span(stage))
 
-    def _end(self, key: int) -> None:
+    def end(self, key: int) -> None:
         self._spans.pop(key).close()
 
 
@@ -190,19 +206,19 @@ def playing(run_dir: Path, config: Config, desk: Desk, on_note: Note) -> Player 
 
 
 async def _serve(end: socket.socket) -> None:
-    line, keys = Line(*await asyncio.open_connection(sock=end)), itertools.count()
+    line, keys, run = Line(*await asyncio.open_connection(sock=end), {}), itertools.count(), EpisodeProcess
 
     @contextmanager
     def span(stage: str) -> Iterator[None]:
         key = next(keys)
-        line.tell("begin", key, stage)
+        line.tell(run.begin, key, stage)
         try:
             yield
         finally:
-            line.tell("end", key)
+            line.tell(run.end, key)
 
     def sample(order: Order) -> asyncio.Future[Trajectory]:
-        return line.ask("sample", replace(order, prompt=replace(order.prompt, fields={}, messages=())))
+        return line.ask(run.sample, replace(order, prompt=replace(order.prompt, fields={}, messages=())))
 
     async def prepare(
         origin_s: float, make: Make, config: Config, stops: Sequence[int], max_context: int, refusal: Any
@@ -211,13 +227,13 @@ async def _serve(end: socket.socket) -> None:
             chat=Chat(load_tokenizer(config.model), stops=stops),
             max_context=max_context,
             sample=sample,
-            forget=partial(line.tell, "forget"),
+            forget=partial(line.tell, RolloutPool.forget),
             now=lambda: time.monotonic() - origin_s,
             span=span,
-            on_turn=partial(line.tell, "on_turn"),
+            on_turn=partial(line.tell, run.on_turn),
             refusal=refusal,
         )
-        episodes = Episodes(make(desk, partial(line.tell, "note")), partial(line.tell, "abort"))
+        episodes = Episodes(make(desk, partial(line.tell, run.note)), partial(line.tell, RolloutPool.abort))
         for serves in (
             episodes.play,
             episodes.abort,
