@@ -56,6 +56,7 @@ class Agents:
         if not host or not port.isdigit():
             raise ConfigError(f"episode.listen = '{section.listen}': expected host:port, such as 127.0.0.1:8001")
         self._at, self._open = (host.strip("[]"), int(port)), AsyncExitStack()
+        self.close = self._open.aclose
         self._key = (os.environ.get(KEY) or secrets.token_urlsafe(24)) if agent == "remote" else ""
         self._mark = f"sk-{secrets.token_hex(8)}"  # all keys of episodes begin with it
         self._front = FrontDesk(os.path.basename(config.model.path), desk.max_context, self._key)
@@ -88,9 +89,6 @@ class Agents:
             self._open.push_async_callback(host.close)
             await host.start()
         self.desk.chat.prove()
-
-    async def close(self) -> None:
-        await self._open.aclose()
 
     async def play(self, session: Session) -> Outcome:
         """One episode, from its first request to its reward."""

@@ -141,15 +141,11 @@ def _temperature(given: float) -> float:
     return given
 
 
-Message = Annotated[dict[str, Any], AfterValidator(_message)]
 Item = Annotated[dict[str, Any], AfterValidator(_item)]
 OneText = BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given)
-Items = Annotated[list[Item], OneText, AfterValidator(_joined)]
-Tool = Annotated[dict[str, Any], AfterValidator(_tool)]
 Schema = Annotated[Any, BeforeValidator(_schema)]
 Flag = Annotated[bool, BeforeValidator(bool)]
 Listed = BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else (given,))
-Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed]
 TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 CHOICE = AliasPath("tool_choice")
 LIMIT = AliasChoices("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -165,7 +161,7 @@ class Ask(BaseModel, strict=True, frozen=True):
     prompt: Any = ""
     instructions: str = ""  # a system message before all others
     previous: str = Field("", alias="previous_response_id")  # the response that `messages` follow
-    tools: list[Tool] = []
+    tools: list[Annotated[dict[str, Any], AfterValidator(_tool)]] = []
     may_call: Annotated[bool, BeforeValidator(lambda choice: choice != "none")] = Field(True, validation_alias=CHOICE)
     must_call: Annotated[list[Any], BeforeValidator(_must_call)] = Field([], validation_alias=CHOICE)
     json_schema: Schema = Field(None, alias="response_format")  # of the answer
@@ -181,7 +177,7 @@ class Ask(BaseModel, strict=True, frozen=True):
     min_p: float | None = Field(None, ge=0, le=1)
     top_k: Annotated[int, Field(ge=-1, le=2**31), AfterValidator(lambda k: max(0, k))] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Texts = ()
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Listed] = ()
     max_new_tokens: int | None = Field(None, ge=1, le=2**31, validation_alias=LIMIT)
 
     @property
@@ -208,14 +204,14 @@ class Ask(BaseModel, strict=True, frozen=True):
 class ChatAsk(Ask):
     """A request to /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Annotated[dict[str, Any], AfterValidator(_message)]] = Field(min_length=1)
 
 
 class ResponsesAsk(Ask):
     """A request to /v1/responses."""
 
     neutral = NEUTRAL | {"n": (1,), "logprobs": (False,), "prompt": ()}
-    messages: Items = Field(alias="input", min_length=1)
+    messages: Annotated[list[Item], OneText, AfterValidator(_joined)] = Field(alias="input", min_length=1)
     text: dict[str, Any] = {}
     json_schema: Schema = Field(None, validation_alias=AliasPath("text", "format"))
 

@@ -225,10 +225,10 @@ class Conversation:
         return node, new
 
     def _addition(self, ask: Ask, node: Node, new: Sequence[Message]) -> Addition:
-        session = self.session
+        session, chat = self.session, self.session.desk.chat
         if not ask.messages:
-            prompt = session.desk.chat.encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
-            if max(prompt) >= session.desk.chat.vocab_size:
+            prompt = chat.encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
+            if max(prompt) >= chat.vocab_size:
                 raise RefusedError(f"there is no token {max(prompt)}", param="token_ids")
             return session.beyond(np.array(prompt, np.int32))
         try:
@@ -277,9 +277,9 @@ class Conversation:
             if turn.finish is FinishReason.STOP:
                 answer = replace(answer, content=_cut(answer.content, stop), reasoning=_cut(answer.reasoning, stop))
         base = f"{session.order.serial} {session.order.prompt.id} {session.index} {turn.start}"
-        calls = [replace(call, id=_hex(f"{base} {i}")[:ID_CHARS]) for i, call in enumerate(answer.tool_calls)]
+        calls = [replace(call, id=digest(f"{base} {i}")[:ID_CHARS]) for i, call in enumerate(answer.tool_calls)]
         answered = Answered(
-            id=_hex(base)[:24],
+            id=digest(base)[:24],
             answer=replace(answer, tool_calls=tuple(calls)),
             text=text,
             finish=turn.finish,
@@ -309,8 +309,8 @@ def _ids(message: Message) -> frozenset[str]:
     return frozenset(str(part.get("id")) for part in (message, *(message.get("tool_calls") or ())))
 
 
-def _hex(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:

@@ -1,7 +1,6 @@
 """Who may ask: every session has a key, and what belongs to one is not found with another's."""
 
 import asyncio
-import hashlib
 import hmac
 import itertools
 from collections import deque
@@ -16,7 +15,7 @@ from headrace.episode.session import Desk, Session
 from headrace.network import own_address
 from headrace.reward.function import read_verdict
 from headrace.serve.ask import Ask, RefusedError
-from headrace.serve.conversation import Conversation, IsGone, Parts
+from headrace.serve.conversation import Conversation, IsGone, Parts, digest
 from headrace.types import Order, Prompt, Sampling
 from headrace.user_code import load_optional
 
@@ -33,8 +32,8 @@ class FrontDesk:
     def __init__(self, model: str, max_context: int, key: str = "") -> None:
         self.model, self.max_context, self.base_url = model, max_context, ""
         self._key = key
-        self._admitted: dict[bytes, Conversation] = {}
-        self._over: deque[bytes] = deque(maxlen=MOST_REMEMBERED)
+        self._admitted: dict[str, Conversation] = {}
+        self._over: deque[str] = deque(maxlen=MOST_REMEMBERED)
         self._offers: asyncio.Queue[tuple[Mapping[str, Any], asyncio.Future[None]] | None] = asyncio.Queue()
 
     @asynccontextmanager
@@ -49,11 +48,11 @@ class FrontDesk:
             self._offers.put_nowait(None)
 
     def admit(self, key: str, conversation: Conversation) -> None:
-        self._admitted[_digest(key)] = conversation
+        self._admitted[digest(key)] = conversation
 
     def dismiss(self, key: str) -> None:
-        self._admitted.pop(_digest(key), None)
-        self._over.append(_digest(key))
+        self._admitted.pop(digest(key), None)
+        self._over.append(digest(key))
 
     def check(self, key: str) -> None:
         if not self._is_own(key):
@@ -66,10 +65,10 @@ class FrontDesk:
         return bool(self._key) and hmac.compare_digest(key.encode(), self._key.encode())
 
     def _of(self, key: str) -> Conversation:
-        digest = _digest(key)
-        if digest in self._admitted:
-            return self._admitted[digest]
-        if digest in self._over:
+        known = digest(key)
+        if known in self._admitted:
+            return self._admitted[known]
+        if known in self._over:
             raise RefusedError("the episode is over", status=410, code="episode_over")
         raise RefusedError("this key is not known", status=401, code="invalid_api_key")
 
@@ -155,7 +154,3 @@ def parts_of(said: Any) -> Parts | None:
     """The reward in what an agent said, a number or a mapping of names to numbers. None if there is none."""
     score = read_verdict(said.get("reward") if isinstance(said, Mapping) else None, "agent")
     return None if score.failure is not None else dict(score.parts)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="replace")).digest()

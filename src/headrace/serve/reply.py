@@ -77,8 +77,7 @@ def chat_events(ask: Ask, answers: Sequence[Answered], model: str) -> Iterator[s
                 yield chunk(i, {part: message[part]})
         for k, call in enumerate(message.get("tool_calls") or ()):
             yield chunk(i, {"tool_calls": [{"index": k, **call}]})
-        extras = _extras(ask, answered) | _prompt_ids(ask, [answered])
-        yield chunk(i, {}, finish_reason(answered), **extras)
+        yield chunk(i, {}, finish_reason(answered), **_extras(ask, answered), **_prompt_ids(ask, [answered]))
     yield from _end(ask, answers, known)
 
 

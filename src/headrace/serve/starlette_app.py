@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -44,43 +44,33 @@ def application(desk: FrontDesk) -> Callable[[Any, Any, Any], Awaitable[None]]:
     routes |= {("GET", "/v1/models"): _models, ("POST", "/episodes"): _pull, ("POST", REWARD): _reward}
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
-        request = Request(scope, receive)
+        request, found = Request(scope, receive), PATH.fullmatch(scope["path"])
+        scope["path_params"] = found.groupdict() if found else {}
+        path = REWARD if found and found["id"] else found["rest"] if found else ""
         try:
-            response = await _handler(routes, request)(desk, request)
+            if (request.method, path) not in routes:
+                known = any(path == other for _, other in routes)
+                text = f"there is no {request.method} {scope['path'][:80]} here"
+                raise RefusedError(text, status=405 if known else 404, code="unknown_url")
+            response = await routes[request.method, path](desk, request)
         except Exception as error:
-            response = _refusal(error)
+            refused = _as_refused(error)
+            headers = {"x-should-retry": "true", "Retry-After": str(refused.after_s)}
+            headers = headers if refused.after_s else {"x-should-retry": "false"}
+            response = JSONResponse({"error": _explained(refused)}, refused.status, headers)
         with suppress(ClientDisconnect):
             await response(scope, receive, send)
 
     return answer
 
 
-def _handler(routes: Mapping[tuple[str, str], Handler], request: Request) -> Handler:
-    found = PATH.fullmatch(request.scope["path"])
-    request.scope["path_params"] = found.groupdict() if found else {}
-    path = REWARD if found and found["id"] else found["rest"] if found else ""
-    if (request.method, path) in routes:
-        return routes[request.method, path]
-    known = any(path == other for _, other in routes)
-    text = f"there is no {request.method} {request.scope['path'][:80]} here"
-    raise RefusedError(text, status=405 if known else 404, code="unknown_url")
-
-
-def _refusal(error: Exception) -> Response:
-    refused = _as_refused(error)
-    headers = {"x-should-retry": "true", "Retry-After": str(refused.after_s)}
-    headers = headers if refused.after_s else {"x-should-retry": "false"}
-    return JSONResponse({"error": _explained(refused)}, status_code=refused.status, headers=headers)
-
-
 def _as_refused(error: Exception) -> RefusedError:
-    match error:
-        case RefusedError():
-            return error
-        case AbortedError():
-            return RefusedError("the episode is over", status=410, code="episode_over")
-        case ClientDisconnect() | RecursionError() | UnicodeError():
-            return RefusedError("the request is nested too deeply, is not valid Unicode, or was broken off")
+    if isinstance(error, RefusedError):
+        return error
+    if isinstance(error, AbortedError):
+        return RefusedError("the episode is over", status=410, code="episode_over")
+    if isinstance(error, ClientDisconnect | RecursionError | UnicodeError):
+        return RefusedError("the request is nested too deeply, is not valid Unicode, or was broken off")
     return RefusedError(f"{type(error).__name__}: {error}"[:400], status=500)
 
 
