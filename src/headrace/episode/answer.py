@@ -71,9 +71,7 @@ def _json(text: str) -> Any:
 def read_json(text: str) -> Calls:
     value = _json(text)
     items = [item if isinstance(item, dict) else {} for item in (value if isinstance(value, list) else [value])]
-    return [
-        _call(item.get("name", item.get("tool_name")), item.get("arguments", item.get("parameters"))) for item in items
-    ]
+    return [_call(x.get("name", x.get("tool_name")), x.get("arguments", x.get("parameters"))) for x in items]
 
 
 def _tagged_calls(text: str, whole: str, pair: str, expected: str) -> Calls:

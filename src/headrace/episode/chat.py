@@ -22,6 +22,7 @@ from headrace.user_code import TEMPLATE_S, load_optional, time_limit
 
 Message = Mapping[str, Any]
 Messages = Sequence[Message]
+Ids = Sequence[int]
 
 MARKS = range(0x12000, 0x12400)  # cuneiform: rare, and a template's filters print it as it is
 MOST_TAILS = 4096  # that are remembered
@@ -65,7 +66,7 @@ class Proof:
 class Chat:
     """Renders and reads chats for one tokenizer. `stops` are the tokens that end an answer."""
 
-    def __init__(self, tokenizer: Any, *, stops: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, *, stops: Ids = ()) -> None:
         self.model = str(getattr(tokenizer, "name_or_path", "") or "this tokenizer")
         if not getattr(tokenizer, "chat_template", None):
             raise ChatError(f"{self.model} has no chat template, so it cannot take messages")
@@ -79,9 +80,9 @@ class Chat:
         self._longest = len(texts[0]) if texts else 0
         self._stop = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         source = str(tokenizer.get_chat_template(tools=[{}]))
-        added = [token for token in tokenizer.added_tokens_decoder.values() if len(token.content) > 1]
-        special = {token.content for token in added if token.special}
-        shown = {token.content for token in added if token.content in source and not token.content.isspace()}
+        added = [t for t in tokenizer.added_tokens_decoder.values() if len(t.content) > 1]
+        special = {t.content for t in added if t.special}
+        shown = {t.content for t in added if t.content in source and not t.content.isspace()}
         # An answer's own markup (<think>, <tool_call>) stays what it is; special tokens never do.
         self._inert_in_answers, self._inert = _marker(special), _marker(special | shown)
         self._newline = self.encode("\n")
@@ -99,9 +100,7 @@ class Chat:
         mark = _unused_character(messages, tools)
         return self._encode_marked(self._render(messages, tools, mark=mark), mark)
 
-    def append(
-        self, history: Messages, sampled: Sequence[int], answer: Message, new: Messages, tools: Tools = None
-    ) -> list[int]:
+    def append(self, history: Messages, sampled: Ids, answer: Message, new: Messages, tools: Tools = None) -> list[int]:
         """The tokens to put after `sampled`, the answer to `history`, so that the next answer can begin.
 
         `answer` is what was sampled, as a message. If it was cut, its end is among the tokens.
@@ -119,9 +118,7 @@ class Chat:
             self._tails[key] = self._append([QUESTION], sampled, answer, new, tools)
         return self._tails[key]
 
-    def _append(
-        self, history: Messages, sampled: Sequence[int], answer: Message, new: Messages, tools: Tools
-    ) -> list[int]:
+    def _append(self, history: Messages, sampled: Ids, answer: Message, new: Messages, tools: Tools) -> list[int]:
         mark = _unused_character([*history, answer, *new], tools)
         show = partial(self._render, tools=tools, mark=mark)
         end = self._stops.get(sampled[-1], "") if len(sampled) else ""
@@ -136,15 +133,14 @@ class Chat:
         if shared < len(before if prompt.startswith(before) else prompt):
             raise self._rewrites("it changes text before the answer", new)
         # a stop token that ends within what is shared belongs to the generation prompt
-        ends = (match for match in self._stop.finditer(whole, shared - self._longest) if match.end() > shared)
-        at = next((match.start() for match in ends), -1)
+        at = next((m.start() for m in self._stop.finditer(whole, shared - self._longest) if m.end() > shared), -1)
         if at < 0 or alone[:at] != whole[:at]:
             raise self._rewrites("it changes the answer", new)
         if not whole.startswith(end, at):
             raise self._rewrites(f"it does not end the answer with {end}, which was sampled", new)
         return self._encode_marked(whole[at + len(end) :], mark, after=end)
 
-    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools = None) -> ParsedAnswer:
+    def parse(self, sampled: Ids, prompt: Ids, tools: Tools = None) -> ParsedAnswer:
         is_cut = not len(sampled) or sampled[-1] not in self._stops
         return self._grammar.read(self.text(sampled), self._decode(prompt[-HEADER_TOKENS:]), tools, is_cut=is_cut)
 
@@ -154,7 +150,7 @@ class Chat:
         except (TypeError, UnicodeError) as error:
             raise ChatError(f"a message is not valid Unicode text: {error}") from error
 
-    def text(self, sampled: Sequence[int]) -> str:
+    def text(self, sampled: Ids) -> str:
         """The text of sampled tokens, without the end of the answer."""
         return self._decode([id for id in sampled if id not in self._stops])
 
@@ -283,7 +279,7 @@ class Chat:
         ids = self.encode("\n" + text)
         return ids[len(self._newline) :] if ids[: len(self._newline)] == self._newline else self.encode(text)
 
-    def _decode(self, ids: Sequence[int]) -> str:
+    def _decode(self, ids: Ids) -> str:
         return str(self._to_text([int(id) for id in ids]))
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from headrace.config import EpisodeSection
 from headrace.episode.session import EpisodeFailedError
@@ -33,14 +33,12 @@ class _LostError(EpisodeFailedError):
     """The environment's process was replaced."""
 
 
-class Said(BaseModel):
+class Said(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
     """An environment's reply to a turn, checked: the user's code can write to the socket of its process.
 
     Example:
         Said(replies=("higher",), done=False)
     """
-
-    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
 
     replies: tuple[str, ...] = Field(strict=False)  # or a list
     done: bool

@@ -130,8 +130,7 @@ class Session:
         for place in [turn.end - 1 for turn in t.turns] + self._asked_at:
             at = indices(t, place)
             size = min(len(at), len(tokens))
-            different = np.flatnonzero(t.token_ids[at[:size]] != tokens[:size])
-            same = int(different[0]) if len(different) else size
+            same = int(np.logical_and.accumulate(t.token_ids[at[:size]] == tokens[:size]).sum())
             if len(tokens) - same < len(best.tokens):
                 best = Addition(tokens[same:], int(at[same - 1]))
         return best
