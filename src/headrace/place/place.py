@@ -34,7 +34,7 @@ from headrace.loop.self_check import Canary
 from headrace.loop.stages import Stages
 from headrace.measured import Row, Sample, StageClock
 from headrace.place.elastic import Elastic
-from headrace.place.episode_process import EpisodeProcess, Make, playing
+from headrace.place.episode_process import EpisodeProcess, Make, Note, playing
 from headrace.place.inline import InlineCluster
 from headrace.place.learner_rank import LearnerRank
 from headrace.place.reward_hosts import RewardHosts
@@ -57,6 +57,7 @@ WARM_STEPS_AT_ONCE = 8
 STORED_S = 0.05  # after which a sampled turn is in the ledger
 PUBLISHED = "published"  # directory of a run in which weights travel
 
+Reward = Callable[[Any], Any] | None
 Ends = tuple[Callable[[], SendingEnd], Callable[[], ReceivingEnd]]
 
 
@@ -76,10 +77,10 @@ class Place:
         ends: Ends | None,
         *,
         resumed: bool = False,
-        on_note: Callable[[str], None] = lambda text: None,
+        on_note: Note = lambda text: None,
         make_sampler: Callable[..., Sampler] = RolloutWorker,
         judges: Callable[[Setup], Judge[Completion]] | None = None,
-        reward: Callable[[Any], Any] | None = None,
+        reward: Reward = None,
     ) -> None:
         config = config.model_copy(update={"model": _model_of(config, run_dir)})
         self.config, self.run_dir = config, run_dir
@@ -92,13 +93,15 @@ class Place:
         ranks = [self._spawn_rank(rank) for rank in range(config.learner.ranks)]
         self.ranks = Ranks(cluster, ranks, config.learner)
         self.facts = self.device.call(self.ranks.meet)
-        room_tokens = _room_for_prompts(config, self.facts.max_context)
+        most, answer = self.facts.max_context, config.rollout.max_new_tokens
+        if answer >= most:
+            raise ConfigError(f"rollout.max_new_tokens = {answer} leaves no room in the model's context of {most}")
         self._tokenizer = load_tokenizer(config.model)
         self._storing: asyncio.TimerHandle | None = None
         self._worked_chats: dict[str, asyncio.Task[Example]] = {}  # by prompt id
         given = config.prompts, self._tokenizer, config.run.seed
         worked_source = "" if resumed else config.warmstart.source  # its steps are done by then
-        self.prompts = PromptStream(*given, room_tokens=room_tokens, worked_source=worked_source)
+        self.prompts = PromptStream(*given, room_tokens=most - answer, worked_source=worked_source)
         hosts = partial(RewardHosts, cluster, config.reward, on_note) if ends and config.reward.workers else None
         self.scorer = Scorer(
             config.reward,
@@ -148,7 +151,7 @@ class Place:
         if self._episodes is not None:
             await self._episodes.prepare()
 
-    def episodes_of(self, make: Make, on_note: Callable[[str], None]) -> Episodes | EpisodeProcess:
+    def episodes_of(self, make: Make, on_note: Note) -> Episodes | EpisodeProcess:
         """In this process, if its cores are the engine's: on a CPU another one would win nothing."""
         if self._sending or resolve_device(self.config.model.device).type == "cuda":
             return EpisodeProcess(make, self.config, self.desk(), self.pool.abort, on_note)
@@ -261,8 +264,7 @@ class Place:
         if not any(message.get("role") == "assistant" for message in solution):
             raise DataError(f"prompt '{prompt.id}': its worked chat has no answer")
         if prompt.id not in self._worked_chats:
-            playing = self._episodes.worked(prompt, solution)
-            self._worked_chats[prompt.id] = asyncio.create_task(playing)
+            self._worked_chats[prompt.id] = asyncio.create_task(self._episodes.worked(prompt, solution))
         return await self._worked_chats[prompt.id]
 
     def progress(self) -> object:
@@ -290,8 +292,7 @@ class Place:
             self.ledger.close()
 
     def _first_checkpoint(self, checkpoints: Checkpoints) -> None:
-        write = self.device.call(self.ranks.snapshot)
-        checkpoints.write(0, write, {"prompts": self.prompts.state()})
+        checkpoints.write(0, self.device.call(self.ranks.snapshot), {"prompts": self.prompts.state()})
         if self.ranks.keeps_reference:
             write = self.device.call(lambda: self.ranks.snapshot(reference=True))
             Checkpoints(self.run_dir, 1, REFERENCE).write(0, write, {})
@@ -304,8 +305,7 @@ class Place:
     def _rollout_workers(self) -> list[Worker[Sampler]]:
         """The first rollout workers, made and ready. Called in a thread."""
         if self._colocated:
-            ranks = self.ranks.ranks
-            workers = [rank.beside(self._make_sampler, self._rollout_spec(rank.name)) for rank in ranks]
+            workers = [rank.beside(self._make_sampler, self._rollout_spec(rank.name)) for rank in self.ranks.ranks]
         else:
             # more than `rollout.workers` may have to wait for a node: those join later
             first = min(self.elastic.wanted, self.config.rollout.workers)
@@ -357,12 +357,7 @@ class Place:
 
 
 def open_place(
-    config: Config,
-    run_dir: Path,
-    *,
-    resumed: bool = False,
-    on_note: Callable[[str], None] = lambda text: None,
-    reward: Callable[[Any], Any] | None = None,
+    config: Config, run_dir: Path, *, resumed: bool = False, on_note: Note = lambda text: None, reward: Reward = None
 ) -> Place:
     config = config.model_copy(update={"model": located(config.model)})  # fetched once, before there are workers
     cluster: Cluster
@@ -401,14 +396,6 @@ def _model_of(config: Config, run_dir: Path) -> ModelSection:
         if not (path / "config.json").exists():
             build_demo(path, config.run.seed, chat=config.model.path == "demo-chat")
     return config.model.model_copy(update={"path": str(path.absolute())})
-
-
-def _room_for_prompts(config: Config, max_context: int) -> int:
-    """Tokens of the model's context that are not kept for the answer."""
-    answer = config.rollout.max_new_tokens
-    if answer >= max_context:
-        raise ConfigError(f"rollout.max_new_tokens = {answer} leaves no room in the model's context of {max_context}")
-    return max_context - answer
 
 
 def _uses_gpus(config: Config, cluster: Cluster) -> bool:
