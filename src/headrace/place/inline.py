@@ -21,13 +21,10 @@ class InlineReply(Generic[R]):
     """The future of a call, awaited on the event loop or waited for in a thread."""
 
     def __init__(self, future: Future[R] | asyncio.Task[R], worker: str) -> None:
-        self._future, self._worker = future, worker
+        self._future, self._worker, self.is_there = future, worker, future.done
 
     def __await__(self) -> Generator[Any, None, R]:
         return asyncio.wrap_future(self._future).__await__()
-
-    def is_there(self) -> bool:
-        return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> R:
         if not isinstance(self._future, Future):

@@ -93,8 +93,7 @@ class LearnerRank:
             store = self._store or TCPStore(host, port, is_master=False)
             device = resolve_device(config.model.device)
             self._sharding = Sharding(rank=self._rank, num_ranks=num_ranks, store=store, device=device)
-        mesh = self._sharding.mesh if self._sharding else None
-        self.policy = policy_of(self._device, config, mesh)
+        self.policy = policy_of(self._device, config, self._sharding.mesh if self._sharding else None)
         if self._rank == 0 and self._sending is not None:
             self._publisher = Publisher(Encoder(config.publish.encoding), self._sending())
         return PolicyFacts(

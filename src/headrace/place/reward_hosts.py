@@ -54,10 +54,9 @@ class RewardHosts:
         blob = pickled(completion)
         if isinstance(blob, Score):
             return blob
-        places = range(len(self._hosts))
+        hosts, load, shares = self._hosts, self._load, self._shares
         while True:
-            busy = {i: (not self._hosts[i].done(), self._load[i] / self._shares[i]) for i in places}
-            place = min(busy, key=busy.__getitem__)
+            place = min(range(len(hosts)), key=lambda i: (not hosts[i].done(), load[i] / shares[i]))
             begun = self._hosts[place]
             self._load[place] += 1
             try:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 from headrace.config import Config
 from headrace.errors import ConfigError
@@ -25,10 +24,11 @@ from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
 from headrace.rollout.engine_server import ServerEngine
 from headrace.rollout.engine_sglang import SglangEngine
 from headrace.rollout.engine_vllm import VllmEngine
-from headrace.types import IntArray, News, Order, Ticket, Trajectory
+from headrace.types import News, Order, Ticket, Trajectory
 
 SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
 HEARTBEAT_S = 1.0  # a worker without news says so this often
+Begun = tuple[int, int]  # the serial of a group, and the version that samples it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +58,13 @@ class RolloutWorker:
             if config.rollout.engine != "embedded" and resolve_device(config.model.device).type == "cuda":
                 config = config.but(model={"device": "cpu", "dtype": config.model.dtype.replace("auto", "bfloat16")})
             self.policy = policy_of(device, config)
-            weights = {name: parameter.data for name, parameter in self.policy.model.named_parameters()}
+            weights = {name: p.data for name, p in self.policy.model.named_parameters()}
             self._subscriber = Subscriber(spec.receiving(), weights)
         reserved_bytes = rank.still_wanted_bytes if rank else 0
         self.engine = _engine(spec, self.policy, reserved_bytes, self._clock.now)
+        self.greedy, self.release_cache = self.engine.greedy, self.engine.release_cache
         self._sampled_tokens = 0
-        self._begun: list[tuple[int, int]] = []
+        self._begun: list[Begun] = []
         self._finished: list[Trajectory] = []
         self._failure: Exception | None = None
         self._news = asyncio.Event()
@@ -129,12 +130,6 @@ class RolloutWorker:
         self._asked_under_way = True
         self._news.set()
 
-    def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
-        return self.engine.greedy(prompt)
-
-    def release_cache(self) -> None:
-        self.engine.release_cache()
-
     def close(self) -> None:
         if self._running is not None:
             self._running.cancel()
@@ -142,16 +137,14 @@ class RolloutWorker:
         if isinstance(self.engine, ServerEngine):
             self.engine.close()
 
-    def _tell(
-        self, num_tokens: int = 0, begun: Sequence[tuple[int, int]] = (), finished: Sequence[Trajectory] = ()
-    ) -> None:
+    def _tell(self, num_tokens: int = 0, begun: Sequence[Begun] = (), finished: Sequence[Trajectory] = ()) -> None:
         self._sampled_tokens += num_tokens
         self._begun += begun
         self._finished += finished
         self._news.set()
 
     async def stage(self, ticket: Ticket, timeout_s: float) -> None:
-        await self._fetching.run(partial(self._subscriber.stage, ticket, timeout_s))
+        await self._fetching.run(self._subscriber.stage, ticket, timeout_s)
 
     def commit(self, version: int) -> float:
         if self._shares_policy:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import silu
 
 ROWS = 256  # tokens of a probe: more than a decode step has, fewer than a micro-batch
 ROUNDS = 3  # each thread count is tried this often, in turns
@@ -44,11 +45,7 @@ class ThreadChoice:
         for _ in range(ROUNDS if len(seconds) > 1 else 0):
             for count in seconds:
                 torch.set_num_threads(count)
-                seconds[count] += _seconds_per_call(self._probe)
+                seconds[count] += _seconds_per_call(lambda: silu(self._x @ self._up) @ self._up.T)
         torch.set_num_threads(min(seconds, key=seconds.__getitem__))
         ended_s = time.perf_counter()
         self._next_s = ended_s + max(EVERY_S, (ended_s - begun_s) / SHARE)
-
-    @torch.no_grad()
-    def _probe(self) -> torch.Tensor:
-        return torch.nn.functional.silu(self._x @ self._up) @ self._up.T
