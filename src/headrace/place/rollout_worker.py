@@ -24,7 +24,7 @@ from headrace.rollout.engine import Engine, kv_budget, kv_bytes_per_token
 from headrace.rollout.engine_server import ServerEngine
 from headrace.rollout.engine_sglang import SglangEngine
 from headrace.rollout.engine_vllm import VllmEngine
-from headrace.types import News, Order, Ticket, Trajectory
+from headrace.types import IntArray, News, Order, Ticket, Trajectory
 
 SERVERS = {"vllm": VllmEngine, "sglang": SglangEngine}
 HEARTBEAT_S = 1.0  # a worker without news says so this often
@@ -62,7 +62,6 @@ class RolloutWorker:
             self._subscriber = Subscriber(spec.receiving(), weights)
         reserved_bytes = rank.still_wanted_bytes if rank else 0
         self.engine = _engine(spec, self.policy, reserved_bytes, self._clock.now)
-        self.greedy, self.release_cache = self.engine.greedy, self.engine.release_cache
         self._sampled_tokens = 0
         self._begun: list[Begun] = []
         self._finished: list[Trajectory] = []
@@ -129,6 +128,12 @@ class RolloutWorker:
     async def tell_under_way(self) -> None:
         self._asked_under_way = True
         self._news.set()
+
+    def greedy(self, prompt: IntArray) -> list[tuple[int, float]]:
+        return self.engine.greedy(prompt)
+
+    def release_cache(self) -> None:
+        self.engine.release_cache()
 
     def close(self) -> None:
         if self._running is not None:
