@@ -88,7 +88,8 @@ class Place:
         self._make_sampler, self._on_note, self._names = make_sampler, on_note, itertools.count()
         self._colocated = ends is None or config.place.layout == "colocated"
         self._gpus = _gpus_of_a_worker(config, cluster)
-        self._sending, self._receiving = ends or (None, None)
+        self._sending = ends[0] if ends else None
+        self._receiving = ends[1] if ends else None
         self.ranks = Ranks(cluster, [*map(self._spawn_rank, range(config.learner.ranks))], config.learner)
         self.facts = self.device.call(self.ranks.meet)
         most, answer = self.facts.max_context, config.rollout.max_new_tokens
