@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.config import Config
 from headrace.errors import LearnerLostError, PublishError, WorkerLostError
 from headrace.ledger.files import wanted_workers
 from headrace.loop.publishing import WeightPublisher
@@ -24,10 +25,10 @@ MOST_FAILURES = 3  # of new workers in a row
 
 @dataclass(eq=False)
 class Elastic:
-    """Keeps `pool` at the wanted number of workers: `num_workers`, until another is asked for."""
+    """Keeps `pool` at the wanted number of workers: `rollout.workers`, until another is asked for."""
 
     run_dir: Path
-    num_workers: int
+    config: Config
     pool: RolloutPool
     on_note: Callable[[str], None]
     spawn: Callable[[], Worker[Sampler]]
@@ -38,7 +39,7 @@ class Elastic:
     _late: set[str] = field(default_factory=set, init=False)  # names that the user was told
 
     def __post_init__(self) -> None:
-        self.wanted = wanted_workers(self.run_dir, self.num_workers)
+        self.wanted = wanted_workers(self.run_dir, self.config.rollout.workers)
         self._events = asyncio.get_running_loop()  # the run's
 
     def start(self) -> None:
@@ -75,7 +76,7 @@ class Elastic:
 
     async def _watch(self) -> None:
         while True:
-            wanted = wanted_workers(self.run_dir, self.num_workers)
+            wanted = wanted_workers(self.run_dir, self.config.rollout.workers)
             if wanted != self.wanted:
                 self.on_note(f"{self.wanted} -> {wanted} rollout workers are asked for")
                 self.wanted, self._failures = wanted, 0

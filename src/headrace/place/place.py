@@ -126,8 +126,7 @@ class Place:
         )
         has_turns = config.episode.agent or config.episode.environment
         self._episodes = self.episodes_of(partial(playing, run_dir, config), on_note) if has_turns else None
-        num_workers, spawn = config.rollout.workers, self._spawn_rollout
-        self.elastic = Elastic(run_dir, num_workers, self.pool, on_note, spawn=spawn, publisher=lambda: self.publisher)
+        self.elastic = Elastic(run_dir, config, self.pool, on_note, self._spawn_rollout, lambda: self.publisher)
         # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
 
