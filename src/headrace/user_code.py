@@ -22,7 +22,7 @@ from headrace.errors import HeadraceError, MissingExtraError
 
 MAX_DETAIL_CHARS = 1500
 TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
-_LOADED_FROM: set[str] = set()  # folders
+LOADED_FROM: set[str] = set()  # folders
 
 
 def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
         folder = str(Path.cwd() if path is None else path.resolve().parent)
         if folder not in sys.path:
             sys.path.append(folder)
-            _LOADED_FROM.add(os.path.realpath(folder))
+            LOADED_FROM.add(os.path.realpath(folder))
         module = importlib.import_module(place) if path is None else _load_file(path.resolve())
     except (Exception, SystemExit) as wrong:  # importing runs the user's code
         told = f"'{place}' cannot be imported:\n{short_traceback(wrong)}"
@@ -153,7 +153,7 @@ def user_folders() -> set[str]:
     home = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     script = getattr(sys.modules["__main__"], "__file__", None)
     folders = {os.path.realpath(os.getcwd())} | ({os.path.dirname(os.path.realpath(script))} if script else set())
-    return (folders | _LOADED_FROM) - {home}
+    return (folders | LOADED_FROM) - {home}
 
 
 def short_traceback(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 from chat_runs import ChatWorkshop
 from hand_made import accounts
 from needs import needs_sandbox
@@ -18,6 +19,7 @@ from headrace.cli import app
 from headrace.config_file import load_config
 from headrace.errors import ConfigError, RewardError
 from headrace.ledger.ledger import Ledger
+from headrace.place import place
 from headrace.reward.function import Setup
 from headrace.reward.pool import isolated
 from headrace.reward.scorer import Scorer
@@ -124,7 +126,12 @@ class World:
 """
 
 
-async def test_a_run_goes_on_while_its_environment_attacks_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
+async def test_a_run_goes_on_while_its_environment_attacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Also if the episodes are in a process of their own, as they are with a GPU."""
+    monkeypatch.setattr(place, "resolve_device", lambda name: torch.device(device))
     workshop, run_dir = ChatWorkshop(tmp_path), tmp_path / "attacked"
     (tmp_path / "attacker.py").write_text(ATTACKER.format(ledger=str(run_dir / "ledger.sqlite"), pid=os.getpid()))
     (tmp_path / "world.py").write_text(WORLD)

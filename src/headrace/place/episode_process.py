@@ -32,7 +32,7 @@ from headrace.reward.worker import HEADER, frame
 from headrace.rollout.pool import RolloutPool
 from headrace.serve.agent import Agents
 from headrace.types import Example, Order, Outcome, Prompt, Trajectory
-from headrace.user_code import search_path, short_traceback
+from headrace.user_code import LOADED_FROM, search_path, short_traceback, user_folders
 
 BOOT = "import sys; sys.path[:] = sys.argv[2:]; from headrace.place.episode_process import main; main(int(sys.argv[1]))"
 END_S = 5.0  # for the process to end by itself
@@ -126,7 +126,8 @@ class EpisodeProcess:
 
     def __init__(self, make: Make, config: Config, desk: Desk, abort_requests: Any, on_note: Note) -> None:
         self._desk, self._on_note, self._spans = desk, on_note, dict[int, ExitStack]()
-        self._given = make, config, sorted(desk.chat.stop_ids), desk.max_context, desk.refusal
+        limits = {"max_context": desk.max_context, "refusal": desk.refusal}
+        self._given = make, config, sorted(desk.chat.stop_ids), limits, user_folders()
         asked = (self.sample, self.on_turn, self.note, self.begin, self.end)
         self._served = {each.__name__: each for each in asked} | {"forget": desk.forget, "abort": abort_requests}
         self._process: asyncio.subprocess.Process | None = None
@@ -221,17 +222,17 @@ async def _serve(end: socket.socket) -> None:
         return line.ask(run.sample, replace(order, prompt=replace(order.prompt, fields={}, messages=())))
 
     async def prepare(
-        origin_s: float, make: Make, config: Config, stops: Sequence[int], max_context: int, refusal: Any
+        origin_s: float, make: Make, config: Config, stops: list[int], limits: dict[str, Any], folders: set[str]
     ) -> None:
+        LOADED_FROM.update(folders)  # of which a sandbox shows the code alone
         desk = Desk(
             chat=Chat(load_tokenizer(config.model), stops=stops),
-            max_context=max_context,
             sample=sample,
             forget=partial(line.tell, RolloutPool.forget),
             now=lambda: time.monotonic() - origin_s,
             span=span,
             on_turn=partial(line.tell, run.on_turn),
-            refusal=refusal,
+            **limits,
         )
         episodes = Episodes(make(desk, partial(line.tell, run.note)), partial(line.tell, RolloutPool.abort))
         for serves in (
