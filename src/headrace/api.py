@@ -268,8 +268,12 @@ async def _train(
         watchdog.start()
         sinks = open_sinks(config, run_dir, place.ledger.rows() if place.ledger is not None else [])
         watcher.header(config, run_dir, _facts(place))
-        if config.warmstart.steps and not resumed:
-            await _warm_start(place, watcher)
+        if (steps := config.warmstart.steps) and not resumed:
+            watcher.phase(f"warm start: {steps} supervised steps on worked examples")
+            with place.clock.span("warm start"):
+                async for done, loss in place.warm_start():
+                    place.clock.moved("warm start")
+                    watcher.progress(done, steps, f"loss {loss:.3f}")
 
         def on_row(row: Row) -> None:
             if row.skipped:
@@ -420,15 +424,6 @@ async def _interruptible(loop: Loop) -> None:
             for number, handler in before.items():
                 events.remove_signal_handler(number)
                 signal.signal(number, handler)
-
-
-async def _warm_start(place: Place, watcher: Watcher) -> None:
-    steps = place.config.warmstart.steps
-    watcher.phase(f"warm start: {steps} supervised steps on worked examples")
-    with place.clock.span("warm start"):
-        async for done, loss in place.warm_start():
-            place.clock.moved("warm start")
-            watcher.progress(done, steps, f"loss {loss:.3f}")
 
 
 async def _score(place: Place) -> float | None:

@@ -45,6 +45,7 @@ class DropReason(StrEnum):
     STALE = "stale"
     NO_SIGNAL = "no_signal"
     OVERLONG = "overlong"
+    LATE = "late"  # enough answers of its group were complete before it
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_ERROR = "reward_error"
     REWARD_UNAVAILABLE = "reward_unavailable"  # a service it needs was not available
@@ -374,6 +375,7 @@ class Order:
     so_far: Mapping[int, Trajectory] | None = None  # by index, answers to continue
     turn: int = 0  # of an episode, from 1: `prompt` is all that came before it in the episode
     routes: RouteArray | None = None  # experts of the first tokens of a turn's prompt
+    first: int = 0  # when so many are complete, the others end; 0: none do
 
     @classmethod
     def group(cls, serial: int, prompt: Prompt, samplings: Sequence[Sampling], **more: Any) -> Order:

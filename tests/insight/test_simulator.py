@@ -210,6 +210,18 @@ def test_what_becomes_too_old_is_ended_and_booked_as_stale():
     assert off_balance(run) <= 2
 
 
+@pytest.mark.parametrize("rows", [16, 3])
+def test_the_first_answers_of_a_group_end_the_others(rows: int):
+    work = Workload(groups_per_step=4, samples=8, tokens=LogNormal(mean=100.0, cv=1.5, cap=2000.0))
+    engines = Machine(rollout_workers=3, rows_per_worker=rows, decode_s=0.1, optimizer_s=1.0)
+    all_of_them = simulate(work, engines, max_lag=0, steps=30)
+    some = simulate(replace(work, first=6), engines, max_lag=0, steps=30)
+    assert some.dropped_tokens.keys() == {"late"}
+    assert off_balance(some) <= 2
+    assert some.wall_s < 0.7 * all_of_them.wall_s, "nobody waits for the longest two of eight"
+    assert 0.3 < some.trained_tokens / all_of_them.trained_tokens < 0.6, "two of eight, the longest, have most tokens"
+
+
 def test_groups_without_signal_are_dropped_and_replaced():
     run = simulate(replace(WORK, no_signal_share=0.5), machine(), max_lag=1, steps=40)
     assert run.dropped_tokens.keys() == {"no_signal"}

@@ -87,6 +87,21 @@ def test_a_killed_asynchronous_run_accounts_for_every_prompt(workshop: Workshop,
             assert "redone" not in books(run).dropped
 
 
+def test_with_the_first_answers_alone_a_killed_run_has_the_same_bits(workshop: Workshop):
+    first = ("buffer.first=2", "rollout.samples=5", "rollout.max_new_tokens=40")
+    api.train(workshop.config("first", *SETTINGS, *first))
+    unbroken = workshop.directory / "first"
+    assert books(unbroken).dropped["late"].trajectories > 0
+    rows = rows_of(unbroken)
+    assert min(row.length_bias for row in rows) < 0 == max(max(row.length_bias, 0) for row in rows)
+    per_group = "SELECT COUNT(*) FROM trajectories WHERE state = 'trained' GROUP BY serial"
+    assert min(count for (count,) in select(unbroken, per_group)) >= 2
+    kill_and_resume(workshop, ["first-killed"], *first)
+    run = workshop.directory / "first-killed"
+    assert_nothing_lost_or_done_twice(run)
+    assert same_bits(weights(run), weights(unbroken))
+
+
 def interrupt_after(step: int) -> api.Watcher:
     class Impatient(api.Watcher):
         def row(self, row: Row) -> None:

@@ -35,12 +35,12 @@ def test_a_missing_answer_field_is_an_error_that_lists_the_fields() -> None:
     ],
 )
 def test_regex_takes_the_last_match(pattern: str, text: str, reward: float) -> None:
-    assert resolve("regex", pattern=pattern).call(completion(text, answer="21")) == reward
+    assert resolve(f"regex:{pattern}").call(completion(text, answer="21")) == reward
 
 
 def test_a_pattern_that_is_none_is_refused() -> None:
     with pytest.raises(RewardError, match="not a regular expression"):
-        resolve("regex", pattern="(")
+        resolve("regex:(")
 
 
 @pytest.mark.parametrize(

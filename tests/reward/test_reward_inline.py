@@ -58,7 +58,7 @@ async def test_it_is_this_process(tmp_path: Path) -> None:
 
 
 async def test_a_coroutine_has_its_time_limit_and_a_cancelled_one_is_cancelled(rewards: str) -> None:
-    setup = Setup(function=f"{rewards}:later", answer_field="answer", pattern="", timeout_s=0.2)
+    setup = Setup(function=f"{rewards}:later", answer_field="answer", timeout_s=0.2)
     judges = InlineJudges(setup)
     await judges.start()
     score = await judges.run(completion(do="wait"))

@@ -55,7 +55,7 @@ def child_pool(
     monkeypatch: pytest.MonkeyPatch, ready: str = READY, *, timeout_s: float = 10.0
 ) -> Iterator[tuple[asyncio.Runner, JudgePool]]:
     monkeypatch.setattr("headrace.reward.pool.BOOT", f"READY = {ready.encode()!r}\n{CHILD}")
-    setup = Setup(function="exact", answer_field="answer", pattern="", timeout_s=timeout_s)
+    setup = Setup(function="exact", answer_field="answer", timeout_s=timeout_s)
     with asyncio.Runner() as runner:
 
         async def make() -> JudgePool:

@@ -269,7 +269,7 @@ async def test_a_function_that_cannot_be_loaded_stops_the_start(tmp_path: Path, 
 
 
 async def test_closing_ends_every_process_and_tells_those_who_wait(rewards: str) -> None:
-    setup = Setup(function=f"{rewards}:score", answer_field="answer", pattern="", timeout_s=60.0)
+    setup = Setup(function=f"{rewards}:score", answer_field="answer", timeout_s=60.0)
     pool = JudgePool(setup, num_workers=2, retries=0)
     with pytest.raises(RewardError, match="not started"):
         await pool.run(completion())
@@ -288,7 +288,7 @@ async def test_closing_ends_every_process_and_tells_those_who_wait(rewards: str)
 
 
 async def test_a_worker_that_died_idle_is_replaced_without_blame(rewards: str) -> None:
-    setup = Setup(function=f"{rewards}:score", answer_field="answer", pattern="", timeout_s=60.0)
+    setup = Setup(function=f"{rewards}:score", answer_field="answer", timeout_s=60.0)
     pool = JudgePool(setup, num_workers=1, retries=0)
     await pool.start()
     os.kill(pool._workers[0].process.pid, 9)
@@ -329,7 +329,7 @@ from headrace.reward.pool import JudgePool
 from headrace.reward.function import Setup
 from headrace.types import Completion
 async def main():
-    setup = Setup(function="{rewards}:score", answer_field="", pattern="", timeout_s=60.0)
+    setup = Setup(function="{rewards}:score", answer_field="", timeout_s=60.0)
     pool = JudgePool(setup, num_workers=1, retries=0)
     await pool.start()
     await pool.run(Completion(prompt="", text="", fields={{}}, num_tokens=1, finish="eos"))

@@ -131,6 +131,41 @@ async def test_trajectories_come_as_they_finish(policy: Policy):
     assert short.timing.finished_s < futures[0].result().timing.finished_s
 
 
+async def test_the_first_answers_end_the_others_at_that_engine_step(policy: Policy):
+    """However the event loop is held up: what they have sampled depends on the lengths alone."""
+    samplings = [LONG, SHORT, MIDDLE, SHORT, LONG]
+    ended = []
+    for _ in range(2):
+        async with acting(policy) as scene:
+            order = replace(order_of(0, PROMPTS[0], samplings), first=3)
+            scene.futures |= {order.request_id(i): asyncio.get_running_loop().create_future() for i in range(5)}
+            scene.actor.start(order)
+            whole = scene.start(1, PROMPTS[0], samplings)
+            answers = await asyncio.gather(*(scene.futures[order.request_id(i)] for i in range(5)))
+            others = await asyncio.gather(*whole)
+        ended.append([(t.num_sampled_tokens, t.finish) for t in answers])
+        assert sum(scene.booked) == sum(t.num_sampled_tokens for t in [*answers, *others])
+        assert [t.num_sampled_tokens for t in others] == [90, 6, 25, 6, 90]
+    assert ended[0] == ended[1]
+    assert ended[0][1:4] == [(6, FinishReason.LENGTH), (25, FinishReason.LENGTH), (6, FinishReason.LENGTH)]
+    for num_tokens, finish in (ended[0][0], ended[0][4]):
+        assert finish is FinishReason.ABORT
+        assert 25 <= num_tokens < 90, "they ended soon after the third"
+
+
+async def test_a_group_that_goes_on_counts_what_is_complete(policy: Policy):
+    """As after a restart, or when a worker has died."""
+    async with acting(policy) as scene:
+        known = await asyncio.gather(*scene.start(0, PROMPTS[1], [SHORT, MIDDLE]))
+        so_far = {t.index: t for t in known}
+        order = replace(order_of(0, PROMPTS[1], [SHORT, MIDDLE, LONG]), first=2, so_far=so_far, attempt=2)
+        scene.futures |= {order.request_id(i): asyncio.get_running_loop().create_future() for i in range(3)}
+        scene.actor.start(order)
+        late = await scene.futures[order.request_id(2)]
+    assert late.finish is FinishReason.ABORT
+    assert late.num_sampled_tokens < 90
+
+
 async def test_the_actor_waits_for_work_and_takes_it_up_again(policy: Policy):
     async with acting(policy) as scene:
         for serial in range(3):

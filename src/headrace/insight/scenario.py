@@ -62,6 +62,7 @@ class Calibration:
             self.workload,
             groups_per_step=config.loop.groups_per_step,
             samples=config.rollout.samples,
+            first=config.buffer.first,
             max_new_tokens=config.episode.max_tokens if played else config.rollout.max_new_tokens,
             drop_overlong="overlong" in config.buffer.drop,
             no_signal_share=self.workload.no_signal_share if "no_signal" in config.buffer.drop else 0.0,
@@ -90,7 +91,8 @@ def calibrate(run_dir: Path) -> Calibration:
     if not len(rows) or not len(answers) or not len(published):
         raise RunError(f"{run_dir} has no complete step yet: there is nothing to take speeds from")
     num_steps = len(np.unique(published)) + redone  # on a cluster a version has several spans
-    groups, begins = tables.by_group(answers[answers["finish"] != FinishReason.ABORT])  # `begins`: first answers
+    whole = (answers["finish"] != FinishReason.ABORT) | (answers["drop_reason"] == DropReason.LATE)
+    groups, begins = tables.by_group(answers[whole])  # `begins`: first answers
     scored_s, ended_s = groups["scored_s"], groups["finished_s"] + after_s
     if played and not config.reward.function and np.isfinite(scored_s).any():  # no worker judges
         after_s, ended_s = float(np.nanmean(scored_s - groups["finished_s"])), scored_s

@@ -9,7 +9,7 @@ import asyncio
 import heapq
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 import numpy as np
@@ -93,6 +93,7 @@ class _UnderWay:
     parts: list[GroupPart]
     version: int = -1  # of the first token; -1 before
     done_tokens: int = 0  # of those that are
+    ended: list[int] = field(default_factory=list)  # lengths of those
     scored_s: float = 0.0  # when the last verdict so far is there
 
 
@@ -174,7 +175,11 @@ class _Simulation:
 
     def _on_end(self, group: _UnderWay, length: int) -> None:
         """An answer is complete: first come, first scored, whatever its group does."""
+        if not group.reward_s:  # the others were ended at this moment
+            self.dropped[DropReason.LATE] += length
+            return
         group.done_tokens += length
+        group.ended.append(length)
         played_s, seconds = self.loop.time() + self.workload.environment_s, group.reward_s.pop()
         end_s = played_s + seconds
         if self.scorers and seconds:  # a verdict that is known already needs no worker
@@ -184,6 +189,9 @@ class _Simulation:
             self._spans.append(StageSpan(stage="reward", start_s=played_s, end_s=end_s))
         self.scoring_s += seconds
         group.scored_s = max(group.scored_s, end_s)
+        if len(group.ended) == self.workload.first:
+            self.dropped[DropReason.LATE] += self.pool.abort(group.parts)
+            group.lengths, group.reward_s = group.ended, []
         if not group.reward_s:
             self.loop.call_at(group.scored_s, lambda: self._put(group))
 

@@ -110,6 +110,7 @@ class Workload:
 
     groups_per_step: int
     samples: int
+    first: int = 0  # as buffer.first
     tokens: LogNormal | Recorded  # that an answer has
     reward_s: LogNormal | Recorded = LogNormal(mean=0.0)  # that a worker takes for a verdict
     environment_s: float = 0.0  # that an episode waits for environment or agent, in all its turns; no row is taken

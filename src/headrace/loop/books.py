@@ -72,6 +72,7 @@ class RowMaker:
         self._ledger, self._clock, self._pool = ledger, clock, pool
         self.begin()
         self._turns: list[int] = []  # of the trajectories scored since the last row
+        self.late: list[int] = []  # tokens of those that `buffer.first` ended since the last row
         self.first_reward_failure = ""
 
     def begin(self) -> None:
@@ -120,6 +121,7 @@ class RowMaker:
             reward_std=float(rewards.std()),
             length_mean=float(lengths.mean()),
             length_max=int(lengths.max()),
+            length_bias=float(lengths.mean() / np.mean([*lengths, *self.late]) - 1),
             truncated_share=float(truncated.mean()),
             mismatch_mean=stats.mismatch.mean_abs,
             mismatch_k3=stats.mismatch.k3,
@@ -132,7 +134,7 @@ class RowMaker:
         )
         self._ledger.spans(finished)
         self._ledger.row(row)
-        self._counts, self._turns, self._start_s = counts, [], self._clock.now()
+        self._counts, self._turns, self.late, self._start_s = counts, [], [], self._clock.now()
         return row
 
     def flush(self) -> None:

@@ -55,7 +55,11 @@ class Checkpoints:
             _sync(self._directory)
         except Exception as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise RunError(f"the checkpoint of step {version} could not be written: {_reason(error)}") from error
+            cause: BaseException = error
+            while cause.__cause__ is not None:  # libraries wrap an error such as a full disk several times
+                cause = cause.__cause__
+            reason = str(getattr(cause, "strerror", "") or cause) or type(cause).__name__
+            raise RunError(f"the checkpoint of step {version} could not be written: {reason}") from error
         for old in self._complete()[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)
         return final
@@ -106,10 +110,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost cause: libraries wrap an error such as a full disk several times."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(getattr(error, "strerror", "") or error) or type(error).__name__

@@ -82,7 +82,7 @@ class Groups:
 
     def __init__(self, config: Config, stages: Stages, rows: RowMaker, ending: Ending) -> None:
         self._stages, self._rows, self._ending = stages, rows, ending
-        self._filtered = bool(config.buffer.filters)
+        self._filtered, self._first = bool(config.buffer.filters), config.buffer.first
         self._samplings = samplings_of(config, config.rollout.temperature, config.rollout.samples)
         self._running: dict[int, Sequence[Answer]] = {}  # serial -> its answers
         self._judging: set[asyncio.Task[Any]] = set()  # verdicts, and what filters are asked
@@ -99,7 +99,8 @@ class Groups:
         started = Attempt(serial, attempt, prompt.id, stages.buffer.wave, version)
         if so_far is None:
             stages.ledger.started(len(self._samplings), started)
-        answers = stages.answers.start(Order.group(serial, prompt, self._samplings, attempt=attempt, so_far=so_far))
+        known = {"attempt": attempt, "so_far": so_far, "first": self._first}
+        answers = stages.answers.start(Order.group(serial, prompt, self._samplings, **known))
         if begun := [t.oldest_version for t in (so_far or {}).values() if t.spans]:
             stages.buffer.begin(serial, min(begun))
         self._running[serial] = answers
@@ -109,6 +110,8 @@ class Groups:
         """Score each answer as soon as it is complete; then buffer the group, or drop it."""
         serial, number = of = (started.serial, started.number)
         outcomes = await asyncio.gather(*(self._finish(prompt, answer) for answer in answers))
+        if self._first and sum(o.failure is not DropReason.STALE for o in outcomes) >= self._first:
+            outcomes = [replace(o, failure=DropReason.LATE) if o.failure is DropReason.STALE else o for o in outcomes]
         failed = [(o.trajectory, str(o.failure)) for o in outcomes if o.failure is not None]
         scored = tuple(o.trajectory for o in outcomes if o.failure is None)
         # a group that the end of the run cut short is dropped whole: a resumed run repeats it
@@ -120,6 +123,7 @@ class Groups:
             group, refusal = await self._ask_filters(group)
         for trajectory in group.trajectories:
             self._rows.scored(trajectory)
+        self._rows.late.extend(t.num_sampled_tokens for t, reason in failed if reason == DropReason.LATE)
         del self._running[serial]
         if cut_short or too_few or refusal is DropReason.RUN_ENDED:
             reason = DropReason.RUN_ENDED if self._ending.orderly else DropReason.INCOMPLETE
@@ -213,9 +217,9 @@ def in_flight_rule(config: Config) -> str:
 def redoes_waves(config: Config) -> bool:
     """Whether a wave (groups that started together) is generated again as a whole, or not at all.
 
-    Without batch invariance (`model.exact`) an answer's bits depend on the rest of its batch.
+    Else an answer's bits depend on the rest of its batch, and which are first on when each began.
     """
-    return config.loop.max_lag == 0 and not config.model.exact
+    return config.loop.max_lag == 0 and bool(config.buffer.first or not config.model.exact)
 
 
 def samplings_of(config: Config, temperatures: Sequence[float], count: int) -> list[Sampling]:

@@ -296,8 +296,7 @@ class Place:
             Checkpoints(self.run_dir, 1, REFERENCE).write(0, write, {})
 
     def _spawn_rank(self, rank: int) -> Worker[LearnerRank]:
-        name = f"{'worker' if self._colocated else 'learner'}-{rank}"
-        name = name if self._sending else "local"
+        name = f"{'worker' if self._colocated else 'learner'}-{rank}" if self._sending else "local"
         return self.cluster.spawn(name, LearnerRank, self.config, rank, self._sending, gpus=self._gpus)
 
     def _rollout_workers(self) -> list[Worker[Sampler]]:

@@ -64,7 +64,13 @@ class RewardHosts:
                 score, retried, replaced = await host.ask(RewardHost.judge, blob)
             except WorkerLostError as lost:
                 if self._hosts[place] is begun:
-                    self._replace(place, lost)
+                    self.num_workers_replaced += 1
+                    self._in_a_row += 1
+                    if self._in_a_row > MOST_REPLACED:
+                        told = f"the hosts of reward functions are lost again and again: {lost}"
+                        raise RewardError(told) from lost
+                    self._on_note(f"{lost}. What it was judging is judged again")
+                    self._hosts[place] = asyncio.create_task(self._begin(self._shares[place]))
                 continue
             finally:
                 self._load[place] -= 1
@@ -79,15 +85,6 @@ class RewardHosts:
         for begun in self._hosts:
             if not begun.cancel() and not begun.cancelled() and not begun.exception():
                 begun.result().kill()
-
-    def _replace(self, place: int, lost: WorkerLostError) -> None:
-        """Start another host in the place of a lost one."""
-        self.num_workers_replaced += 1
-        self._in_a_row += 1
-        if self._in_a_row > MOST_REPLACED:
-            raise RewardError(f"the hosts of reward functions are lost again and again: {lost}")
-        self._on_note(f"{lost}. What it was judging is judged again")
-        self._hosts[place] = asyncio.create_task(self._begin(self._shares[place]))
 
     async def _begin(self, share: int) -> Worker[RewardHost]:
         name = f"reward-{next(self._numbers)}"

@@ -30,7 +30,7 @@ Reward = Callable[[Completion], float]
 Judged = Completion | Group | Command  # by a reward function, a filter or an environment
 Mode = Literal["single", "async", "batch"]  # with one completion, awaited, or with a list
 
-BUILTIN_NAMES = ("exact", "regex", "math")
+BUILTIN_NAMES = ("exact", "regex:PATTERN", "math")
 BATCH_PARAMETER = "completions"
 STEPS = "steps"  # a part of the reward that is given step by step
 # Temporary errors of Python, requests, httpx and openai, by name: a function may use any or none.
@@ -81,7 +81,6 @@ class Setup:
 
     function: str  # 'exact', or 'rewards.py:score'
     answer_field: str = "answer"
-    pattern: str = ""
     timeout_s: float
     pickled: bytes = b""  # the function itself; its name then says nothing
     setting: str = "reward.function"  # that names it, or "buffer.filters", "episode.environment", "episode.agent"
@@ -95,20 +94,20 @@ class Setup:
         if section == "episode":  # loaded here: what it needs takes long to load
             return getattr(import_module(f"headrace.reward.{kind}"), f"{kind}_function")(self.function)  # type: ignore[no-any-return]
         if not self.pickled:
-            return resolve(self.function, answer_field=self.answer_field, pattern=self.pattern)
+            return resolve(self.function, answer_field=self.answer_field)
         try:
             return own_function(pickle.loads(self.pickled))
         except Exception as error:  # unpickling runs the user's code
             raise RewardError(f"it cannot be unpickled ({error!r})") from error
 
 
-def resolve(spec: str, *, answer_field: str = "answer", pattern: str = "") -> RewardFunction:
+def resolve(spec: str, *, answer_field: str = "answer") -> RewardFunction:
     """The function that `reward.function = spec` names. Imports the user's code."""
+    if spec in BUILTIN_NAMES or (spec.startswith("regex:") and spec != "regex:"):
+        return RewardFunction(name=spec.partition(":")[0], call=builtin_function(spec, answer_field))
     if ":" in spec:
         call = load_function(spec, "reward.function", RewardError)
         return RewardFunction(name=spec.rpartition(":")[2], call=call, mode=_mode(call, spec))
-    if spec in BUILTIN_NAMES:
-        return RewardFunction(name=spec, call=builtin_function(spec, answer_field, pattern))
     near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     told = "an own function is named 'module:function' or 'path/to/file.py:function'"
@@ -278,11 +277,11 @@ def _mode(call: Callable[[Any], Any], spec: str) -> Mode:
     return "async" if is_async else "single"
 
 
-def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
+def builtin_function(name: str, answer_field: str) -> Reward:
     if name == "exact":  # 1 if the text is the expected answer, ignoring white space around it
         return lambda c: float(c.text.strip() == expected_answer(c, answer_field))
-    if name == "regex":
-        return regex(answer_field, pattern)
+    if name.startswith("regex:"):
+        return regex(answer_field, name.removeprefix("regex:"))
     # "math": 1 if the answer is mathematically equal to the expected one
     equal = load_optional("headrace.reward.builtin_math_verify", "math_verify", "tasks").math_equal
     return lambda c: float(equal(c.text, expected_answer(c, answer_field)))
@@ -290,12 +289,10 @@ def builtin_function(name: str, answer_field: str, pattern: str) -> Reward:
 
 def regex(answer_field: str, pattern: str) -> Reward:
     """1 if the last match of `pattern` (its first group, if it has one) is the expected answer."""
-    if not pattern:
-        raise RewardError("reward.function = 'regex' needs reward.pattern")
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise RewardError(f"reward.pattern = '{pattern}' is not a regular expression: {error}") from error
+        raise RewardError(f"reward.function = 'regex:{pattern}' is not a regular expression: {error}") from error
 
     def score(completion: Completion) -> float:
         matches = list(compiled.finditer(completion.text))

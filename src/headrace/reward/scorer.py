@@ -52,7 +52,7 @@ class Scorer:
         on_note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._section, self._max_new_tokens = section, max_new_tokens
-        known = section.model_dump(include={"answer_field", "pattern", "timeout_s", "sandbox"})
+        known = section.model_dump(include={"answer_field", "timeout_s", "sandbox"})
         hidden = () if run_dir is None else (str(run_dir.absolute()),)
         setup = Setup(**known, function=section.function or "exact", hidden=hidden)
         pool = partial(JudgePool, retries=section.retries)
@@ -69,7 +69,7 @@ class Scorer:
             self._pool: Judge[Completion] = InlineJudges(setup, function)
         else:
             self._pool = judges(setup) if judges else pool(setup, num_workers=section.workers)
-        settings = [self.function, digest(setup, function), setup.answer_field, setup.pattern]
+        settings = [self.function, digest(setup, function), setup.answer_field]
         self._cache = VerdictCache(json.dumps(settings), on_verdict) if section.cache else None
         self._on_note = on_note
         self._trouble, self._num_replaced = TroubleNotes(on_note, section.timeout_s), 0

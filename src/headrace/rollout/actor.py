@@ -73,7 +73,14 @@ class RolloutActor:
                 requests.append(request)
         if requests:
             self.engine.submit(order.prompt.token_ids, requests, order.routes)
+        self._end_late(order)
         self._work.set()
+
+    def _end_late(self, order: Order) -> None:
+        """If enough of its answers are complete. Before the next engine step, so it depends on the tokens alone."""
+        owed = {order.request_id(i) for i in range(len(order.indices))} & self._pending.keys()
+        if order.first and len(order.indices) - len(owed) >= order.first:
+            self.engine.abort(owed)
 
     def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what unfinished requests sampled (no texts). Call it in the device thread."""
@@ -140,6 +147,7 @@ class RolloutActor:
             text = self.engine.policy.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
             sampled = replace(sampled, text=str(text))
         self.on_finished(sampled)
+        self._end_late(order)
 
     def _trajectory(self, before: Trajectory, generation: Generation) -> Trajectory:
         return replace(

@@ -311,7 +311,11 @@ def sample(logits: Tensor, rows: Rows, which: Ints, ahead: Ints | int = 0, route
     noise = uniforms(rows.states["seed"][which], rows.lengths[which] + ahead)
     samplings = [rows.sequences[row].request.sampling for row in which.tolist()]
     if any(s.grammar for s in samplings):
-        logits = _by_grammar(logits, rows, which, samplings)
+        may = np.ones(logits.shape, np.bool_)
+        for line, (row, sampling) in enumerate(zip(which.tolist(), samplings, strict=True)):
+            if sampling.grammar:
+                may[line] = rows.grammars().allowed(sampling.grammar, rows.tokens(row))
+        logits = logits.masked_fill(~torch.from_numpy(may).to(logits.device), float("-inf"))
     tokens, logprobs, allowed = draw(logits, samplings, noise)
     return Burst(
         tokens=tokens.cpu().numpy()[None],
@@ -379,15 +383,6 @@ def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     keep &= (probs.cumsum(dim=-1, dtype=torch.float64) - probs) < top_p
     keep &= probs >= min_p * probs[:, :1]
     return torch.zeros_like(keep).scatter_(1, order, keep) & torch.isfinite(logits)
-
-
-def _by_grammar(logits: Tensor, rows: Rows, which: Ints, samplings: list[Sampling]) -> Tensor:
-    """Without the tokens that a row's grammar forbids."""
-    allowed = np.ones(logits.shape, np.bool_)
-    for line, (row, sampling) in enumerate(zip(which.tolist(), samplings, strict=True)):
-        if sampling.grammar:
-            allowed[line] = rows.grammars().allowed(sampling.grammar, rows.tokens(row))
-    return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), float("-inf"))
 
 
 def _supports(allowed_nV: Tensor, samplings: list[Sampling]) -> npt.NDArray[np.object_]:
