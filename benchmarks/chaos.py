@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py                                   # everything, some fifteen minutes
     python benchmarks/chaos.py --victim node --during publish
+    python benchmarks/chaos.py --first                           # a group is trained on with four of six answers
 
 Three nodes of a Ray cluster on this machine (the first has the driver), 2 rollout workers, 2 learner ranks, 2 reward
 processes, six steps of a tiny model. In the third step, when the stage begins, one is killed with SIGKILL; a node with
@@ -40,6 +41,7 @@ from headrace.runs.audit import audit, books
 VICTIMS, STAGES = ("rollout", "reward", "rank", "node", "scale"), ("rollout", "reward", "train", "publish")
 STEPS, GROUPS, SAMPLES, AT_STEP = 6, 4, 4, 2
 ANSWER_TOKENS = 96
+FIRST = [f"rollout.samples={SAMPLES + 2}", f"buffer.first={SAMPLES}", 'rollout.stop=["e"]']
 LATER_S = {"rollout": 0.15}  # when answers are half done
 QUICK = {  # a dead node is noticed in a second or two
     "health_check_initial_delay_ms": 0,
@@ -146,7 +148,7 @@ def strike(place: Place, loop: Loop, stage: str, harm: Callable[[], None], watch
     setattr(owner, name, before(getattr(owner, name)))
 
 
-def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
+def survive(directory: Path, victim: str, stage: str, nodes: Nodes, settings: list[str]) -> str:
     run_dir, watcher, struck = directory / f"{victim}-{stage}", Watcher(), []
     config = load_config(
         None,
@@ -170,6 +172,7 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
             "place.cluster=ray",
             "rollout.workers=2",
             "learner.ranks=2",
+            *settings,
         ],
     )
     build = Place.loop
@@ -190,7 +193,11 @@ def survive(directory: Path, victim: str, stage: str, nodes: Nodes) -> str:
     assert summary["steps"] == STEPS, summary
     assert audit(run_dir) == [], audit(run_dir)
     found = books(run_dir)
-    assert found.trained.trajectories == STEPS * GROUPS * SAMPLES, found
+    if settings:
+        assert found.trained.trajectories >= STEPS * GROUPS * SAMPLES, found
+        assert found.dropped["late"].trajectories, found
+    else:
+        assert found.trained.trajectories == STEPS * GROUPS * SAMPLES, found
     with Ledger.open(run_dir) as ledger:
         trained = [pair for _, groups in Recovery(ledger).steps_after(0) for pair in groups]
     assert len(trained) == len(set(trained)) == STEPS * GROUPS, "a group was trained on twice"
@@ -206,7 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--victim", choices=VICTIMS)
     parser.add_argument("--during", choices=STAGES)
+    parser.add_argument("--first", action="store_true", help="with buffer.first, and answers of different lengths")
     arguments = parser.parse_args()
+    settings = FIRST if arguments.first else []
     from cpu_model import build, write_prompts  # torch comes after Ray's own settings
 
     with tempfile.TemporaryDirectory() as temporary:
@@ -220,7 +229,7 @@ def main() -> None:
             for victim in [arguments.victim] if arguments.victim else VICTIMS:
                 for stage in [arguments.during] if arguments.during else STAGES:
                     nodes.mend()
-                    print(f"| {victim} | {stage} | {survive(directory, victim, stage, nodes)} |", flush=True)
+                    print(f"| {victim} | {stage} | {survive(directory, victim, stage, nodes, settings)} |", flush=True)
         finally:
             nodes.close()
 

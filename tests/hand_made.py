@@ -80,6 +80,7 @@ def row(step: int, **given: Any) -> Row:
         "reward_std": 0.125,
         "length_mean": 3.5,
         "length_max": 4,
+        "length_bias": 0.0,
         "truncated_share": 0.0,
         "loss": -0.75,
         "grad_norm": 1.5,

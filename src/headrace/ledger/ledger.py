@@ -165,7 +165,7 @@ class Ledger(AbstractContextManager["Ledger"]):
             self._check_open(group.serial, group.attempt)
             self._ask(group.prompt)
             for t, reason in drops:
-                if self.read(before, (group.serial, group.attempt, int(t.index))):
+                if group.attempt > 1 and self.read(before, (group.serial, group.attempt, int(t.index))):
                     reason = DropReason.REDONE
                 kept = replace(t, replay=None)  # to be read by people: no restart needs it
                 of = {"state": "dropped", "drop_reason": str(reason), "lag": _lag(t, version)}

@@ -142,14 +142,13 @@ class RolloutActor:
         if order.turn and generation.finish is not FinishReason.ABORT:
             self._away.add(generation.id.rpartition("#")[0])
             self._turn_s += 0.1 * (generation.finished_s - generation.started_s - self._turn_s)
-        sampled = self._trajectory(before, generation)
-        if not order.turn:  # the text of a turn is made with its chat
-            text = self.engine.policy.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-            sampled = replace(sampled, text=str(text))
-        self.on_finished(sampled)
+        text = ""  # that of a turn is made with its chat
+        if not order.turn:
+            text = str(self.engine.policy.tokenizer.decode(generation.token_ids, skip_special_tokens=True))
+        self.on_finished(self._trajectory(before, generation, text))
         self._end_late(order)
 
-    def _trajectory(self, before: Trajectory, generation: Generation) -> Trajectory:
+    def _trajectory(self, before: Trajectory, generation: Generation, text: str = "") -> Trajectory:
         return replace(
             before,
             id=generation.id,
@@ -158,6 +157,7 @@ class RolloutActor:
             logprobs=np.concatenate([before.logprobs, generation.logprobs]),
             spans=generation.spans,
             finish=generation.finish,
+            text=text,
             timing=replace(before.timing, started_s=generation.started_s, finished_s=generation.finished_s),
             replay=generation.replay,
         )
