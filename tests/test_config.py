@@ -294,6 +294,19 @@ def test_a_command_is_not_rooted(agent: str):
     assert rooted(config).episode.agent == agent
 
 
+@pytest.mark.parametrize("pattern", [r"</think>\s*Answer: (\d+)", r"(\d+)", "a" * 300 + ":b", r"(?:x/y)+"])
+def test_a_regular_expression_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toml, pattern: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "regex.py").touch()
+    path = toml(f"[reward]\nfunction = 'regex:{pattern}'\n")
+    assert rooted(load_config(path)).reward.function == f"regex:{pattern}"
+
+
+@pytest.mark.parametrize("word", ["buffer.first=1", "buffer.first=8", "buffer.first=2 episode.agent=remote"])
+def test_the_first_answers_are_some_and_not_all_of_a_group(word: str):
+    assert "0 (wait for all), or at least 2 and less than rollout.samples = 8" in message(None, *word.split())
+
+
 def test_what_is_no_path_is_not_rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for name in ("demo", "exact"):

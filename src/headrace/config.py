@@ -198,7 +198,7 @@ class BufferSection(SettingsSection):
     replay: tuple[NonNegativeInt, PositiveInt] = setting(
         (0, 4), "groups of earlier steps that each step trains on again, and how often one is trained on at most"
     )
-    first: NonNegativeInt = setting(0, "train on the first answers of a group and end the others; 0: wait for all")
+    first: NonNegativeInt = setting(0, "so many complete answers of a group end the others; 0: wait for all")
     patience: PositiveInt = setting(16, "stop after dropping all groups of this many steps")
 
 
@@ -388,8 +388,10 @@ def _of_learning(config: Config) -> Iterator[str]:
         yield f"rollout.samples = 1 and learner.advantage = '{learner.advantage}': {told}"
     if samples < 2 and "no_signal" in config.buffer.drop and learner.advantage != "gae":
         yield f"rollout.samples = 1 and buffer.drop = '{config.buffer.drop}': every group would be dropped"
-    if (first := config.buffer.first) and not 1 < first < samples:
-        yield f"buffer.first = {first} and rollout.samples = {samples}: take at least 2, and not all; 0 takes all"
+    played = config.episode.environment or config.episode.agent
+    if (first := config.buffer.first) and (played or not 1 < first < samples):
+        told = f"at least 2 and less than rollout.samples = {samples}, without an environment or an agent"
+        yield f"buffer.first = {first}: it is 0 (wait for all), or {told}"
     if learner.correction == "masked" and learner.correction_limits[0] >= learner.correction_limits[1]:
         yield "learner.correction_limits: the first must be smaller than the second"
     if learner.kl_coef and learner.kl_in == "loss" and learner.kl_estimator == "k1":
@@ -484,8 +486,6 @@ def _of_engines(config: Config) -> Iterator[str]:
 
 
 def _of_places(config: Config) -> Iterator[str]:
-    if config.buffer.first and (config.episode.environment or config.episode.agent):
-        yield "buffer.first: answers of an environment or an agent come turn by turn; set it to 0"
     if config.episode.environment and config.episode.agent:
         yield "episode.environment and episode.agent: an episode has one of them; leave one empty"
     place, workers, ranks = config.place, config.rollout.workers, config.learner.ranks

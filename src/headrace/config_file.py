@@ -80,7 +80,7 @@ def _absolute(key: str, spec: Any) -> Any:
     if isinstance(spec, tuple):
         return tuple(_absolute(key, one) for one in spec)
     place, colon, name = spec.rpartition(":")
-    if key == "episode.agent" and not names_function(spec):
+    if spec.startswith("regex:") or (key == "episode.agent" and not names_function(spec)):
         return spec
     if names_file(place) and key not in NAME_MODELS:
         return f"{os.path.abspath(os.path.expanduser(place))}:{name}"
@@ -178,7 +178,7 @@ def _beside(path: Path, key: str, value: Any) -> Any:
     """A file that a setting names is searched here, then beside the settings; a recipe's own is beside it."""
     if isinstance(value, list):
         return [_beside(path, key, one) for one in value]
-    if key not in NAME_FILES or not isinstance(value, str):
+    if key not in NAME_FILES or not isinstance(value, str) or value.startswith("regex:"):
         return value
     names_code = key not in NAME_MODELS and ":" in value
     file, colon, name = value.rpartition(":") if names_code else (value, "", "")

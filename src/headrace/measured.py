@@ -163,7 +163,7 @@ class Row:
     length_max: int = _metric(
         "length/max", "sampled tokens of the longest scored trajectory", "tokens", "max", "answer_tokens_max"
     )
-    length_bias: float = _metric("length/bias", "mean length of the answers that buffer.first leaves, over all, less 1")
+    length_bias: float = _metric("length/bias", "by how much buffer.first favours short answers, at least")
     truncated_share: float = _metric(
         "length/truncated_share", "share of answers cut by a limit", exported="answers_cut_share"
     )

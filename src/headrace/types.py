@@ -375,7 +375,7 @@ class Order:
     so_far: Mapping[int, Trajectory] | None = None  # by index, answers to continue
     turn: int = 0  # of an episode, from 1: `prompt` is all that came before it in the episode
     routes: RouteArray | None = None  # experts of the first tokens of a turn's prompt
-    first: int = 0  # when so many are complete, the others end; 0: none do
+    first: int | None = None  # when so many are complete, the others end
 
     @classmethod
     def group(cls, serial: int, prompt: Prompt, samplings: Sequence[Sampling], **more: Any) -> Order:

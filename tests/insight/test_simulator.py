@@ -218,6 +218,9 @@ def test_the_first_answers_of_a_group_end_the_others(rows: int):
     some = simulate(replace(work, first=6), engines, max_lag=0, steps=30)
     assert some.dropped_tokens.keys() == {"late"}
     assert off_balance(some) <= 2
+    at_limit = simulate(replace(work, first=6, max_new_tokens=80), engines, max_lag=0, steps=30)
+    assert at_limit.dropped_tokens["late"] < 0.2 * at_limit.generated_tokens, "those that end with the sixth count"
+    assert off_balance(at_limit) <= 2
     assert some.wall_s < 0.7 * all_of_them.wall_s, "nobody waits for the longest two of eight"
     assert 0.3 < some.trained_tokens / all_of_them.trained_tokens < 0.6, "two of eight, the longest, have most tokens"
 

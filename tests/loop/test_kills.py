@@ -17,7 +17,7 @@ from tiny_runs import Workshop, rows_of, same_bits, select, timeless, weights
 from headrace import api
 from headrace.ledger.files import prepare_run_dir
 from headrace.ledger.ledger import Amount, Ledger
-from headrace.measured import Row
+from headrace.measured import Row, Sample
 from headrace.runs.audit import audit, books
 
 STEPS = 8
@@ -89,11 +89,20 @@ def test_a_killed_asynchronous_run_accounts_for_every_prompt(workshop: Workshop,
 
 def test_with_the_first_answers_alone_a_killed_run_has_the_same_bits(workshop: Workshop):
     first = ("buffer.first=2", "rollout.samples=5", "rollout.max_new_tokens=40")
-    api.train(workshop.config("first", *SETTINGS, *first))
+    samples: list[str] = []
+
+    class Reader(api.Watcher):
+        def sample(self, sample: Sample) -> None:
+            samples.append(sample.fate)
+
+    api.train(workshop.config("first", *SETTINGS, *first, "ledger.samples_every=1"), Reader())
+    assert samples
+    assert "dropped: late" not in samples, "what the policy learns from is shown"
     unbroken = workshop.directory / "first"
     assert books(unbroken).dropped["late"].trajectories > 0
     rows = rows_of(unbroken)
-    assert min(row.length_bias for row in rows) < 0 == max(max(row.length_bias, 0) for row in rows)
+    assert all(-1 < row.length_bias <= 0 for row in rows)
+    assert min(row.length_bias for row in rows) < 0
     per_group = "SELECT COUNT(*) FROM trajectories WHERE state = 'trained' GROUP BY serial"
     assert min(count for (count,) in select(unbroken, per_group)) >= 2
     kill_and_resume(workshop, ["first-killed"], *first)

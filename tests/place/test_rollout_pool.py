@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from headrace.place.rollout_worker import RolloutSpec, RolloutWorker
 from headrace.publish.disk import DiskReceiver
 from headrace.rollout.engine import Engine
 from headrace.rollout.pool import RolloutPool
-from headrace.types import Order, Prompt, Sampling, Trajectory
+from headrace.types import FinishReason, Order, Prompt, Sampling, Trajectory
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
@@ -102,6 +103,24 @@ async def test_tokens_that_went_with_a_worker_are_booked_and_its_answers_come_al
     assert {t.id: t.token_ids.tolist() for t in found} == {t.id: t.token_ids.tolist() for t in expected}
     assert books.sampled == sum(t.num_sampled_tokens for t in found) + books.redone
     undisturbed.pool.close()
+    books.pool.close()
+
+
+async def test_a_worker_that_dies_with_all_that_counts_told_leaves_nothing_to_sample(workshop: Workshop):
+    """Of a group that two answers are enough for: the others end where they are."""
+    doomed = Here(workshop, "doomed")
+    books = Books(doomed)
+    lengths = [Sampling(max_new_tokens=n) for n in (4, 4, 200, 200)]
+    prompt = Prompt(id="p", text="", token_ids=PROMPT)
+    futures = books.pool.start(Order.group(0, prompt, lengths, first=3))
+    await asyncio.wait(futures[:2])
+    member = books.pool._members[doomed]
+    member.orders = dict.fromkeys(member.orders, replace(member.orders["0:p/2"], first=2))  # two were enough
+    books.pool.join(Here(workshop, "other"))  # type: ignore[arg-type]
+    books.pool.lose(doomed, "killed")  # type: ignore[arg-type]
+    late = await asyncio.gather(*futures[2:])
+    assert {t.finish for t in late} == {FinishReason.ABORT}
+    assert max(t.num_sampled_tokens for t in late) < 200
     books.pool.close()
 
 

@@ -175,9 +175,6 @@ class _Simulation:
 
     def _on_end(self, group: _UnderWay, length: int) -> None:
         """An answer is complete: first come, first scored, whatever its group does."""
-        if not group.reward_s:  # the others were ended at this moment
-            self.dropped[DropReason.LATE] += length
-            return
         group.done_tokens += length
         group.ended.append(length)
         played_s, seconds = self.loop.time() + self.workload.environment_s, group.reward_s.pop()
@@ -189,10 +186,16 @@ class _Simulation:
             self._spans.append(StageSpan(stage="reward", start_s=played_s, end_s=end_s))
         self.scoring_s += seconds
         group.scored_s = max(group.scored_s, end_s)
-        if len(group.ended) == self.workload.first:
+        if not group.reward_s:
+            self.loop.call_at(group.scored_s, lambda: self._put(group))
+        elif len(group.ended) == self.workload.first:
+            self.loop.call_soon(self._end_late, group)
+
+    def _end_late(self, group: _UnderWay) -> None:
+        """What is left of a group when all have been heard that were complete at this moment."""
+        if group.reward_s and group.serial in self._running:
             self.dropped[DropReason.LATE] += self.pool.abort(group.parts)
             group.lengths, group.reward_s = group.ended, []
-        if not group.reward_s:
             self.loop.call_at(group.scored_s, lambda: self._put(group))
 
     def _put(self, group: _UnderWay) -> None:

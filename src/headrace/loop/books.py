@@ -51,7 +51,7 @@ class Bookkeeper:
             return
         self.ledger.dropped(group, drops, was_buffered=was_buffered, version=self.version)
         if not was_buffered:
-            whole = [(t, reason) for t, reason in drops if reason != DropReason.RUN_ENDED]
+            whole = [(t, reason) for t, reason in drops if reason not in (DropReason.RUN_ENDED, DropReason.LATE)]
             self._sample(group.prompt, [(t, f"dropped: {reason}") for t, reason in whole])
 
     def _sample(self, prompt: Prompt, answers: Dropped) -> None:
@@ -72,7 +72,7 @@ class RowMaker:
         self._ledger, self._clock, self._pool = ledger, clock, pool
         self.begin()
         self._turns: list[int] = []  # of the trajectories scored since the last row
-        self.late: list[int] = []  # tokens of those that `buffer.first` ended since the last row
+        self.biases: list[float] = []  # of the lengths of groups whose last answers were ended, likewise
         self.first_reward_failure = ""
 
     def begin(self) -> None:
@@ -121,7 +121,7 @@ class RowMaker:
             reward_std=float(rewards.std()),
             length_mean=float(lengths.mean()),
             length_max=int(lengths.max()),
-            length_bias=float(lengths.mean() / np.mean([*lengths, *self.late]) - 1),
+            length_bias=float(np.mean(self.biases or [0.0])),
             truncated_share=float(truncated.mean()),
             mismatch_mean=stats.mismatch.mean_abs,
             mismatch_k3=stats.mismatch.k3,
@@ -134,7 +134,7 @@ class RowMaker:
         )
         self._ledger.spans(finished)
         self._ledger.row(row)
-        self._counts, self._turns, self.late, self._start_s = counts, [], [], self._clock.now()
+        self._counts, self._turns, self.biases, self._start_s = counts, [], [], self._clock.now()
         return row
 
     def flush(self) -> None:

@@ -82,7 +82,7 @@ class Groups:
 
     def __init__(self, config: Config, stages: Stages, rows: RowMaker, ending: Ending) -> None:
         self._stages, self._rows, self._ending = stages, rows, ending
-        self._filtered, self._first = bool(config.buffer.filters), config.buffer.first
+        self._filtered, self._first = bool(config.buffer.filters), config.buffer.first or None
         self._samplings = samplings_of(config, config.rollout.temperature, config.rollout.samples)
         self._running: dict[int, Sequence[Answer]] = {}  # serial -> its answers
         self._judging: set[asyncio.Task[Any]] = set()  # verdicts, and what filters are asked
@@ -123,7 +123,9 @@ class Groups:
             group, refusal = await self._ask_filters(group)
         for trajectory in group.trajectories:
             self._rows.scored(trajectory)
-        self._rows.late.extend(t.num_sampled_tokens for t, reason in failed if reason == DropReason.LATE)
+        lengths, late = [t.num_sampled_tokens for t in scored], sum(why == DropReason.LATE for _, why in failed)
+        if lengths and late:  # those would be at least as long as the longest that is left
+            self._rows.biases.append(float(np.mean(lengths) / np.mean(lengths + [max(lengths)] * late)) - 1)
         del self._running[serial]
         if cut_short or too_few or refusal is DropReason.RUN_ENDED:
             reason = DropReason.RUN_ENDED if self._ending.orderly else DropReason.INCOMPLETE
@@ -132,7 +134,7 @@ class Groups:
         self._stages.books.dropped(failed, group, was_buffered=False)
         buffered = bool(scored) and await self._stages.buffer.put(group, refusal)
         if not scored:
-            await self._stages.buffer.lose(serial, failed[0][1])
+            await self._stages.buffer.lose(serial, min(failed, key=lambda drop: drop[1] == DropReason.LATE)[1])
         resumable = self._ending.orderly and self._ending.state is not State.COMPLETE
         if not buffered and not resumable:  # a resumed run makes another attempt
             self._stages.ledger.closed(*of)

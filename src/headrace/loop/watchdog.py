@@ -130,7 +130,7 @@ def settle(future: Future[R], work: Callable[..., R], *args: Any, **named: Any) 
 
 
 def background(work: Coroutine[Any, Any, R], *kept: set[asyncio.Task[Any]]) -> asyncio.Task[R]:
-    """Start `work`. Until it is done, its task is in the `kept` sets: asyncio's references are weak."""
+    """Start `work`. Until it is done, its task is in `kept` sets: asyncio's references are weak."""
     task = asyncio.create_task(work)
     for tasks in kept:
         tasks.add(task)

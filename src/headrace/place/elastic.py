@@ -25,7 +25,7 @@ MOST_FAILURES = 3  # of new workers in a row
 
 @dataclass(eq=False)
 class Elastic:
-    """Keeps `pool` at the wanted number of workers: `rollout.workers`, until another is asked for."""
+    """Keeps `pool` at the wanted number of workers: `rollout.workers`, or what is asked for."""
 
     run_dir: Path
     config: Config

@@ -150,7 +150,7 @@ class Place:
             await self._episodes.prepare()
 
     def episodes_of(self, make: Make, on_note: Note) -> Episodes | EpisodeProcess:
-        """In this process, if its cores are the engine's: on a CPU another one would win nothing."""
+        """In this process, if its cores are the engine's: on a CPU another would win nothing."""
         if self._sending or resolve_device(self.config.model.device).type == "cuda":
             return EpisodeProcess(make, self.config, self.desk(), self.pool.abort, on_note)
         return Episodes(make(self.desk(), on_note), self.pool.abort)

@@ -67,8 +67,7 @@ class RewardHosts:
                     self.num_workers_replaced += 1
                     self._in_a_row += 1
                     if self._in_a_row > MOST_REPLACED:
-                        told = f"the hosts of reward functions are lost again and again: {lost}"
-                        raise RewardError(told) from lost
+                        raise RewardError(f"the hosts of reward functions are lost again and again: {lost}") from lost
                     self._on_note(f"{lost}. What it was judging is judged again")
                     self._hosts[place] = asyncio.create_task(self._begin(self._shares[place]))
                 continue

@@ -133,7 +133,7 @@ class Scorer:
         return replace(score, reward=score.reward + taken, parts=parts)
 
     async def keeps(self, spec: str, group: Group) -> Score:
-        """What one of the filters says: 1 to keep the group, 0 to drop it, rewards, or its failure."""
+        """What a filter says: 1 to keep the group, 0 to drop it, rewards, or its failure."""
         score = await self._filters[spec].run(group)
         self.num_filtered += 1
         self._note_trouble(score.failure and DropReason.FILTER_ERROR, score.detail)

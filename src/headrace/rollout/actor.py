@@ -78,9 +78,10 @@ class RolloutActor:
 
     def _end_late(self, order: Order) -> None:
         """If enough of its answers are complete. Before the next engine step, so it depends on the tokens alone."""
-        owed = {order.request_id(i) for i in range(len(order.indices))} & self._pending.keys()
-        if order.first and len(order.indices) - len(owed) >= order.first:
-            self.engine.abort(owed)
+        if order.first is not None:
+            owed = {order.request_id(i) for i in range(len(order.indices))} & self._pending.keys()
+            if len(order.indices) - len(owed) >= order.first:
+                self.engine.abort(owed)
 
     def under_way(self) -> dict[int, dict[int, Trajectory]]:
         """By serial and index, what unfinished requests sampled (no texts). Call it in the device thread."""
@@ -146,7 +147,8 @@ class RolloutActor:
         if not order.turn:
             text = str(self.engine.policy.tokenizer.decode(generation.token_ids, skip_special_tokens=True))
         self.on_finished(self._trajectory(before, generation, text))
-        self._end_late(order)
+        if generation.finish is not FinishReason.ABORT:
+            self._end_late(order)
 
     def _trajectory(self, before: Trajectory, generation: Generation, text: str = "") -> Trajectory:
         return replace(

@@ -232,7 +232,7 @@ class ServerEngine:
         return Server(command, self.write_weights, self.launch, self._losses > 0)
 
     def _join(self, server: Server) -> None:
-        """One of the user's takes the present weights first, which one of ours reads when it starts."""
+        """A user's takes the present weights first; one of ours reads them when it starts."""
         if server.address:
             server.wait_ready()
             if not self._servers:  # else they are written

@@ -117,7 +117,7 @@ class RolloutPool:
             so_far = {**(order.so_far or {}), **{t.index: t for t in told}}
             indices = tuple(order.indices[i] for i in owed)
             samplings = tuple(order.samplings[i] for i in owed)
-            first = order.first and max(1, order.first - len(order.indices) + len(owed))
+            first = None if order.first is None else max(0, order.first - len(order.indices) + len(owed))
             self._give(replace(order, indices=indices, samplings=samplings, so_far=so_far, first=first))
         if member.sampled_tokens > kept_tokens:
             self.on_redone(member.sampled_tokens - kept_tokens)
