@@ -109,6 +109,7 @@ def test_a_sweep_trains_with_every_combination_and_compares(
     assert again.output == shown[shown.index("4 runs at") :]
 
 
+@pytest.mark.slow
 def test_a_curve_ends_with_the_run_and_costs_what_was_spent(swept: tuple[Path, list[str], str]):
     run = swept[0] / "learner.lr=0.001,run.seed=0"
     rows, summary = rows_of(run), json.loads((run / "summary.json").read_text())
@@ -120,6 +121,7 @@ def test_a_curve_ends_with_the_run_and_costs_what_was_spent(swept: tuple[Path, l
     assert curve_of(run, Cost.DOLLARS).costs[-1] == pytest.approx(2 * hours)
 
 
+@pytest.mark.slow
 def test_compare_for_programs(swept: tuple[Path, list[str], str]):
     runs = sorted(swept[0].iterdir())
     told = json.loads(headrace("compare", *runs, "--at", "dollars", "--json").output)
@@ -128,6 +130,7 @@ def test_compare_for_programs(swept: tuple[Path, list[str], str]):
     assert "$" in headrace("compare", *runs[:2], "--at", "dollars").output
 
 
+@pytest.mark.slow
 def test_a_price_is_no_setting_that_runs_differ_in_unless_they_are_compared_by_it(
     swept: tuple[Path, list[str], str], tmp_path: Path
 ):
@@ -143,6 +146,7 @@ def test_a_price_is_no_setting_that_runs_differ_in_unless_they_are_compared_by_i
     assert headrace("resume", runs[0], "loop.steps=4", "run.dollars_per_hour=3").exit_code == 0
 
 
+@pytest.mark.slow
 def test_mistakes_are_told_before_anything_runs(swept: tuple[Path, list[str], str], tmp_path: Path):
     directory, words, _ = swept
     run = next(directory.iterdir())

@@ -55,7 +55,7 @@ def unbroken(workshop: Workshop) -> Path:
 
 
 def test_a_killed_on_policy_run_ends_with_the_bits_of_an_unbroken_one(workshop: Workshop, unbroken: Path):
-    names = [f"killed{i}" for i in range(4)]
+    names = [f"killed{i}" for i in range(2)]
     kill_and_resume(workshop, names)
     for name in names:
         run = workshop.directory / name
