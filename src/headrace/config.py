@@ -198,7 +198,7 @@ class BufferSection(SettingsSection):
     replay: tuple[NonNegativeInt, PositiveInt] = setting(
         (0, 4), "groups of earlier steps that each step trains on again, and how often one is trained on at most"
     )
-    first: NonNegativeInt = setting(0, "so many complete answers of a group end the others; 0: wait for all")
+    first: NonNegativeInt = setting(0, "train on the first N answers of a group, end the others; 0: wait for all")
     patience: PositiveInt = setting(16, "stop after dropping all groups of this many steps")
 
 
