@@ -330,6 +330,11 @@ def test_every_unknown_setting_of_a_file_is_told_at_once(toml):
         assert f"unknown setting {key}" in text
 
 
+def test_an_older_runs_setting_that_is_gone_matters_only_if_it_says_something(toml):
+    assert load_config(toml('[reward]\npattern = ""\nretries = 3\n')).reward.retries == 3
+    assert "unknown setting reward.pattern" in message(toml('[reward]\npattern = "[0-9]+"\n'))
+
+
 def test_files_are_searched_beside_the_settings(toml):
     filters = 'filters = ["losses.py:keep", "elsewhere:keep"]'
     path = toml(f'[learner]\nloss = "losses.py:topr"\nkl_coef = 1\nteacher = "big.gguf"\n[buffer]\n{filters}\n')

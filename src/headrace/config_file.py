@@ -164,7 +164,8 @@ def letters(name: str) -> str:
 
 def _read_file(path: Path, given: dict[str, Given]) -> list[str]:
     try:
-        leaves = list(_leaves(read_toml(path)))
+        # an older run's file names settings that are gone; what it left empty changes nothing
+        leaves = [(key, value) for key, value in _leaves(read_toml(path)) if value != "" or key in SETTINGS]
     except RecursionError as error:
         return [f"{path} is not valid TOML: {error}"]
     except ConfigError as error:

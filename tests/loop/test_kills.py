@@ -54,8 +54,11 @@ def unbroken(workshop: Workshop) -> Path:
     return workshop.directory / "unbroken"
 
 
-def test_a_killed_on_policy_run_ends_with_the_bits_of_an_unbroken_one(workshop: Workshop, unbroken: Path):
-    names = [f"killed{i}" for i in range(2)]
+@pytest.mark.parametrize("numbers", [(0, 1), pytest.param((2, 3), marks=pytest.mark.slow)])
+def test_a_killed_on_policy_run_ends_with_the_bits_of_an_unbroken_one(
+    workshop: Workshop, unbroken: Path, numbers: tuple[int, int]
+):
+    names = [f"killed{i}" for i in numbers]
     kill_and_resume(workshop, names)
     for name in names:
         run = workshop.directory / name

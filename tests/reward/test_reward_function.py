@@ -71,7 +71,7 @@ def test_a_wrong_function_is_named(rewards: str, name: str, message: str) -> Non
         ("there/is/no.py:score", "there is no file .*there/is/no.py"),
         (":score", "expected 'module:function'"),
         ("module:", "expected 'module:function'"),
-        ("regex", "not built in; There are exact, regex:PATTERN, math"),
+        ("regex", "not built in; there are exact, regex:PATTERN, math"),
         ("regex:", "expected 'module:function'"),
     ],
 )

@@ -308,7 +308,7 @@ class Buffer:
         """`version` is published. Returns the serials of groups in flight that are too old now."""
         async with self._changed:
             self.version = version
-            self._committed -= max(0, self._taken - self.policy.groups_per_step)  # beyond its need
+            self._committed -= max(0, self._taken - self.policy.groups_per_step)  # more than needed
             self._taken = 0
             self._begun, self._kept = (self._begun[1], 0), (self._kept[1], 0)
             self._window, self._idle = self.policy.narrowed(self._window, idle=self._idle or 0), None

@@ -108,7 +108,7 @@ def prepare_process() -> None:
                 signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))
     importlib.import_module("headrace.api")
     gc.freeze()  # what is imported is for ever: to look through it at each collection stops all threads for long
-    gc.set_threshold(50_000, 20, 20)  # and what lives as long as a step less often
+    gc.set_threshold(50_000, 20, 20)  # and what lives for a step is looked through less often
 
 
 def settings_from(words: list[str] | None) -> Config:

@@ -109,10 +109,9 @@ def resolve(spec: str, *, answer_field: str = "answer") -> RewardFunction:
         call = load_function(spec, "reward.function", RewardError)
         return RewardFunction(name=spec.rpartition(":")[2], call=call, mode=_mode(call, spec))
     near = difflib.get_close_matches(spec, BUILTIN_NAMES, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
+    there = f"did you mean '{near[0]}'? There are" if near else "there are"
     told = "an own function is named 'module:function' or 'path/to/file.py:function'"
-    there = f"{hint}There are {', '.join(BUILTIN_NAMES)}"
-    raise RewardError(f"reward.function = '{spec}' is not built in; {there}; {told}")
+    raise RewardError(f"reward.function = '{spec}' is not built in; {there} {', '.join(BUILTIN_NAMES)}; {told}")
 
 
 def own_function(call: Callable[[Any], Any]) -> RewardFunction:
