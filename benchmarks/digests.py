@@ -36,9 +36,13 @@ class Recording(sqlite3.Connection):
     sent: ClassVar[list[tuple[str, Any]]] = []
 
     def execute(self, sql: str, parameters: Any = ()) -> sqlite3.Cursor:
-        if sql.split()[0] in ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT", "ROLLBACK") and "digests" not in sql:
+        if sql.split()[0] in ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT") and "digests" not in sql:
             self.sent.append((sql, parameters))
         return super().execute(sql, parameters)
+
+    def __exit__(self, *error: Any) -> bool:
+        self.sent.append(("ROLLBACK" if error[0] else "COMMIT", ()))
+        return super().__exit__(*error)
 
     def executemany(self, sql: str, parameters: Iterable[Any]) -> sqlite3.Cursor:
         given = list(parameters)
