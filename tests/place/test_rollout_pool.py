@@ -189,6 +189,87 @@ async def test_the_answers_of_a_worker_that_leaves_go_on_elsewhere_with_their_to
     books.pool.close()
 
 
+async def test_a_worker_with_nothing_to_do_takes_over_half_of_the_groups_of_another(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+):
+    undisturbed = Books(Here(workshop, "alone"))
+    expected = await asyncio.gather(*undisturbed.start(200))
+
+    monkeypatch.setattr("headrace.rollout.pool.MOVE_ANSWERS", 2)
+    monkeypatch.setattr("headrace.place.rollout_worker.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("headrace.rollout.pool.IDLE_S", 0.0)
+    given: list[tuple[str, int, int]] = []  # to whom, the group, and tokens it came with
+
+    class Noting(Here):
+        def ask(self, method: Callable[..., Any], *args: Any) -> Asked:
+            if method.__name__ == "take":
+                known = args[0][0].so_far or {}
+                given.append((self.name, args[0][0].serial, sum(t.num_sampled_tokens for t in known.values())))
+            return super().ask(method, *args)
+
+    busy, late = Noting(workshop, "busy"), Noting(workshop, "late")
+    books = Books(busy)
+    futures = books.start(200)
+    while books.pool._members[busy].sampled_tokens < 40:
+        await asyncio.sleep(0.001)
+    books.pool.join(late)  # type: ignore[arg-type]
+    found = await asyncio.gather(*futures)
+    moved = [(serial, tokens) for name, serial, tokens in given if name == "late"]
+    assert [serial for serial, _ in moved][:2] == [2, 3]
+    assert all(tokens > 0 for _, tokens in moved)
+    assert {t.id: t.token_ids.tolist() for t in found} == {t.id: t.token_ids.tolist() for t in expected}
+    assert (books.redone, books.lost) == (0, [])  # nothing was sampled twice
+    assert books.sampled == sum(t.num_sampled_tokens for t in found)
+    undisturbed.pool.close()
+    books.pool.close()
+
+
+async def test_a_group_that_is_ended_while_it_moves_ends(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.rollout.pool.MOVE_ANSWERS", 2)
+    monkeypatch.setattr("headrace.place.rollout_worker.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("headrace.rollout.pool.IDLE_S", 0.0)
+    busy = Here(workshop, "busy")
+    books = Books(busy)
+    futures = books.start(200)
+    books.pool.join(Here(workshop, "late"))  # type: ignore[arg-type]
+    member = books.pool._members[busy]  # type: ignore[index]
+    while not member.moving:
+        await asyncio.sleep(0)
+    books.pool.abort([3])
+    found = await asyncio.gather(*futures)
+    assert [t.finish is FinishReason.ABORT for t in found] == [False] * 6 + [True] * 2
+    assert books.sampled == sum(t.num_sampled_tokens for t in found)
+    books.pool.close()
+
+
+async def test_few_answers_and_episodes_stay_where_they_are(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("headrace.place.rollout_worker.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("headrace.rollout.pool.IDLE_S", 0.0)
+    asked: list[str] = []
+
+    class Noting(Here):
+        def ask(self, method: Callable[..., Any], *args: Any) -> Asked:
+            asked.append(method.__name__)
+            return super().ask(method, *args)
+
+    books = Books(Noting(workshop, "busy"))
+    futures = books.start(200)  # eight answers
+    late = Here(workshop, "late")
+    books.pool.join(late)  # type: ignore[arg-type]
+    await asyncio.gather(*futures)
+    assert "abort" not in asked
+    books.pool.lose(late, "not needed")  # type: ignore[arg-type]
+    monkeypatch.setattr("headrace.rollout.pool.MOVE_ANSWERS", 2)
+    turns = []
+    for serial in range(4):
+        prompt = Prompt(id=f"p{serial}", text="", token_ids=PROMPT + serial)
+        turns += books.pool.start(Order.group(serial, prompt, [Sampling(max_new_tokens=200)], turn=1))
+    books.pool.join(Here(workshop, "later"))  # type: ignore[arg-type]
+    await asyncio.gather(*turns)
+    assert "abort" not in asked
+    books.pool.close()
+
+
 async def test_a_worker_that_does_not_tell_leaves_all_the_same(workshop: Workshop, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("headrace.rollout.pool.ANSWER_S", 0.05)
     leaving, staying = Here(workshop, "leaving"), Here(workshop, "staying")

@@ -2,23 +2,26 @@
 
 Workers may join, leave or be lost at any time. Their answers go on elsewhere from what they last
 told of; what a lost one sampled after that is booked as redone. The noise is alike on all workers.
+Half of the groups of the worker that owes most move to one that has nothing to do.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from headrace.errors import WorkerLostError
 from headrace.measured import EngineCounts, StageClock
 from headrace.roles import Sampler, Worker
-from headrace.types import IntArray, News, Order, Trajectory
+from headrace.types import FinishReason, IntArray, News, Order, Trajectory
 
 ANSWER_S = 60.0  # timeout of calls that a worker answers from memory
 LOOK_S = 20.0  # after which a worker in another process tells what its answers have sampled
 TOLD_BYTES_PER_S = 5e6  # that it tells of them at most: with experts they may be large
 LEAVE_S = 5.0  # that it has for it when it leaves
+IDLE_S = 0.1  # after which a worker without work gets some of another; new groups may come at once
+MOVE_ANSWERS = 16  # a worker that owes fewer would hardly be faster with half of them
 UnderWay = Mapping[int, Mapping[int, Trajectory]]  # by serial and index
 
 
@@ -36,6 +39,7 @@ class _Member:
     under_way: asyncio.Future[UnderWay] | None = None  # asked for
     known: dict[str, Trajectory] = field(default_factory=dict)  # by id, as it last told
     look_s: float = 0.0  # when it is to tell again
+    moving: set[int] = field(default_factory=set)  # serials that it was asked to end, to go on elsewhere
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,15 +114,9 @@ class RolloutPool:
         self._past = self._past + member.counts
         kept_tokens = member.delivered_tokens
         for order in {id(order): order for order in member.orders.values()}.values():
-            names = {order.request_id(i): i for i in range(len(order.indices))}
-            owed = [i for name, i in names.items() if name in member.orders]
-            told = [t for name, t in member.known.items() if names.get(name) in owed]
-            kept_tokens += sum(_fresh_tokens(order, t) for t in told)
-            so_far = {**(order.so_far or {}), **{t.index: t for t in told}}
-            indices = tuple(order.indices[i] for i in owed)
-            samplings = tuple(order.samplings[i] for i in owed)
-            first = None if order.first is None else max(0, order.first - len(order.indices) + len(owed))
-            self._give(replace(order, indices=indices, samplings=samplings, so_far=so_far, first=first))
+            rest = _rest(order, member.orders, member.known)
+            kept_tokens += sum(_fresh_tokens(order, t) for id, t in member.known.items() if id in _ids(rest))
+            self._give(rest)
         if member.sampled_tokens > kept_tokens:
             self.on_redone(member.sampled_tokens - kept_tokens)
         return True
@@ -150,6 +148,7 @@ class RolloutPool:
 
     def abort(self, serials: Sequence[int]) -> None:
         for worker, member in self._members.items():
+            member.moving.difference_update(serials)
             owed = {order.serial for order in member.orders.values() if order.counted}
             if ended := [serial for serial in serials if serial in owed]:
                 worker.ask(Sampler.abort, ended)
@@ -210,12 +209,27 @@ class RolloutPool:
         self._members[worker].orders |= {order.request_id(i): order for i in range(len(order.indices))}
         worker.ask(Sampler.take, [order])  # `_follow` sees it if the worker is lost
 
+    def _relieve(self, idle: _Member) -> None:
+        """Move the last half of the groups of the worker that owes most, if another is idle and there is a point."""
+        busiest = max(self.staying, key=lambda worker: len(self._members[worker].orders), default=None)
+        if busiest is None or idle.orders or idle.retired or idle.version < self._newest - self.most_behind:
+            return
+        if len((member := self._members[busiest]).orders) < MOVE_ANSWERS or member.moving:
+            return
+        plain = [o.serial for o in member.orders.values() if o.counted and not o.turn and o.first is None]
+        groups = list(dict.fromkeys(plain))
+        if moving := groups[(len(groups) + 1) // 2 :]:
+            member.moving.update(moving)
+            busiest.ask(Sampler.abort, moving)
+
     async def _follow(self, worker: Worker[Sampler], member: _Member) -> None:
         try:
             while True:
                 for note in (news := await worker.ask(Sampler.news)).notes:
                     self.on_note(note)
                 self._hear(member, news)
+                if not member.orders:
+                    asyncio.get_running_loop().call_later(IDLE_S, self._relieve, member)
                 if worker.pid != os.getpid() and self.clock.now() > member.look_s:
                     self._ask_under_way(worker)
         except WorkerLostError as lost:
@@ -232,11 +246,17 @@ class RolloutPool:
             self.clock.add(span)
         for serial, version in news.begun:
             self.on_begun(serial, version)
+        moved: dict[int, tuple[Order, dict[str, Trajectory]]] = {}
         for trajectory in news.finished:
             if (order := member.orders.pop(trajectory.id)).counted:
                 member.delivered_tokens += _fresh_tokens(order, trajectory)
-            if not (future := self._futures.pop(trajectory.id)).done():
+            if order.counted and order.serial in member.moving and trajectory.finish is FinishReason.ABORT:
+                moved.setdefault(id(order), (order, {}))[1][trajectory.id] = trajectory
+            elif not (future := self._futures.pop(trajectory.id)).done():
                 future.set_result(trajectory)
+        member.moving.intersection_update(order.serial for order in member.orders.values())
+        for order, answers in moved.values():
+            self._give(_rest(order, answers, answers))
         if news.under_way is not None:
             member.known = {t.id: t for group in news.under_way.values() for t in group.values()}
             replays = [t.replay for t in member.known.values() if t.replay is not None]
@@ -248,6 +268,23 @@ class RolloutPool:
         if member.under_way is not None and not member.under_way.done():
             member.under_way.set_result(found)
         member.under_way = None
+
+
+def _ids(order: Order) -> list[str]:
+    return [order.request_id(i) for i in range(len(order.indices))]
+
+
+def _rest(order: Order, owed: Container[str], known: Mapping[str, Trajectory]) -> Order:
+    """The answers of an order that are `owed`, by id, to go on from what is `known` of them."""
+    rest = [i for i, id in enumerate(_ids(order)) if id in owed]
+    told = (known[id] for id in _ids(order) if id in owed and id in known)
+    return replace(
+        order,
+        indices=tuple(order.indices[i] for i in rest),
+        samplings=tuple(order.samplings[i] for i in rest),
+        so_far={**(order.so_far or {}), **{t.index: t for t in told}},
+        first=None if order.first is None else max(0, order.first - len(order.indices) + len(rest)),
+    )
 
 
 def _fresh_tokens(order: Order, trajectory: Trajectory) -> int:
