@@ -91,7 +91,7 @@ def test_a_release_that_does_not_tell_versions_is_refused(release: str, least: s
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = Launch([str(port), release], address=("127.0.0.1", port), least=least)
+    launch = Launch([str(port), release], address=("127.0.0.1", port), labels=least)
     command = shlex.join([sys.executable, "-c", TELLS])
     server = Server(command, lambda directory: None, lambda directory: launch)
     try:

@@ -2,7 +2,8 @@
 
 Answers are streamed. The server says which version sampled which token when an answer ends. Until
 then the tokens are certain that came before the first update since the request was sent: those are
-kept where an answer is cut off, by a checkpoint or because the server was lost.
+kept where an answer is cut off, by a checkpoint or because the server was lost. Where a server does not
+tell versions an update ends its answers, and each is asked for again, from its tokens on.
 """
 
 import itertools
@@ -33,6 +34,7 @@ from headrace.rollout.server import LOOK_S, LOST, START_S, Launch, Server, Serve
 from headrace.types import FinishReason, IntArray, RouteArray, Sampling, Trajectory
 
 HUNG_S = 300.0  # without a token, while answers are under way
+SETTLE_S = 1.0  # for the last tokens of answers that an update ends
 AGAIN_S = 2.0  # between questions to a server of the user's that does not answer
 MOST_LOSSES = 3  # of servers in a row that gave no answer
 ALL = 2**62
@@ -76,6 +78,7 @@ class _Asked:
     version: int = 0  # of the policy then
     certain: int = ALL  # tokens that no later version can have sampled
     aborted: bool = False
+    is_held: bool = False  # an update ends it, and it goes on with the new weights
 
     @property
     def cut(self) -> RowSequence:
@@ -192,14 +195,37 @@ class ServerEngine:
 
         for server in self._servers:
             attempt(server.wait_ready, server)  # it may still be reading the weights
+            attempt(partial(self.hold, server), server)
+        late = self._held()
         for directory in {server.directory for server in self._servers}:
             readers = [server for server in self._servers if server.directory == directory]
             attempt(partial(self.write_weights, directory), *readers)
         able = [server for server in self._servers if server not in failed]
         with ThreadPoolExecutor(len(able) or 1) as pool:
             list(pool.map(lambda server: attempt(partial(self.load, server), server), able))
+        for server in able:
+            if ids := [asked.sent for asked in late if asked.server is server]:
+                attempt(partial(self.end, server, ids), server)
         for server, why in failed.items():
             self._replace_server(server, f"version {version} was not taken: {why}")
+
+    def hold(self, server: Server) -> None:
+        """End its answers before an update, if it does not tell versions. It answers nothing new until `load`."""
+
+    def _held(self) -> list[_Asked]:
+        """Hear what servers on hold have sampled. Returns what they may not have known yet: that is asked for again."""
+        held = [asked for asked in self._asked.values() if asked.server and not asked.server.tells_versions]
+        for asked in held:
+            asked.is_held = True
+        end_s = time.monotonic() + SETTLE_S
+        while late := [asked for asked in held if self._asked.get(asked.row.request.id) is asked]:
+            with suppress(queue.Empty):
+                self._events.get(timeout=max(0.0, end_s - time.monotonic()))()
+                continue
+            for asked in late:
+                self._ask(asked.row, asked.aborted)
+            break
+        return late
 
     def release_cache(self) -> None:
         """The server has a device of its own."""
@@ -272,7 +298,7 @@ class ServerEngine:
                 so_far += len(part.tokens)
                 if any(not str(span["version"]).startswith(self.mark) for span in part.spans):
                     raise OtherWeightsError("it has weights that are not of this run")
-                if part.finish is FinishReason.ABORT and not asked.aborted:
+                if part.finish is FinishReason.ABORT and not (asked.aborted or asked.is_held):
                     raise ServerLostError(f"it ended an answer itself: {json.dumps(answer)[:500]}")
                 self._events.put(partial(self._hear, asked, part))
                 if part.finish:
@@ -305,10 +331,14 @@ class ServerEngine:
         del self._asked[request.id]
         if asked.server:
             asked.server.num_asked -= 1
+        if asked.is_held and part.finish is FinishReason.ABORT and not asked.aborted:
+            self._ask(asked.row)
+            return
         versions = asked.row.sampled["version"][asked.known :]
         for span in part.spans:
             versions[span["start"] : span["end"]] = int(span["version"].removeprefix(self.mark))
-        if sum(span["end"] - span["start"] for span in part.spans) != len(versions):
+        told_tokens = sum(span["end"] - span["start"] for span in part.spans)
+        if told_tokens != len(versions) and (asked.server is None or asked.server.tells_versions):
             told = f"{self.name} sampled {len(versions)} tokens and tells the versions of others"
             raise ModelError(f"{told}: {part.spans}")
         self._prompted += len(asked.row.prompt)

@@ -42,7 +42,7 @@ class SglangEngine(ServerEngine):
             flags += f" --device cpu --max-total-tokens {kv_tokens} --sleep-on-idle"
             env |= {"SGLANG_USE_CPU_ENGINE": "1"}
         headers = {"Authorization": f"Bearer {key}"}
-        return Launch(flags.split(), env, (HOST, port), headers, release="/server_info", least="0.5.19")
+        return Launch(flags.split(), env, (HOST, port), headers, release="/server_info", labels="0.5.19")
 
     def body(self, id: str, tokens: IntArray, sampling: Sampling, max_tokens: int, seed: int) -> dict[str, Any]:
         """SGLang has no use for the seed."""

@@ -2,18 +2,27 @@
 
 import json
 import os
+import shlex
+import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 
-from headrace.config import MOST_TOP_K
+from headrace.config import COMMANDS, MOST_TOP_K
 from headrace.rollout.engine_server import FINISH, Part, ServerEngine
-from headrace.rollout.server import START_S, Launch, Server, ServerLostError
+from headrace.rollout.server import START_S, Launch, Server, ServerLostError, numbers
 from headrace.types import FinishReason, IntArray, Sampling
 
-LABEL, ABORT = "/update_weight_version", "/inference/v1/abort_requests"
+LABEL, ABORT, OLD_ABORT = "/update_weight_version", "/inference/v1/abort_requests", "/abort_requests"
+LABELS, LEAST = "0.32", "0.26"  # the first release that tells versions, and the oldest one that was tried
+# Prints the release that a Python has, without importing it.
+RELEASE = """
+import importlib.util, runpy
+print(runpy.run_path(importlib.util.find_spec("vllm").submodule_search_locations[0] + "/_version.py")["version"])
+"""
 OUTSIDE = -9000.0  # log-probs below: top-k, top-p or min-p left the token out
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -28,15 +37,17 @@ class VllmEngine(ServerEngine):
         flags = (
             f"--model {directory} --uds {path} --served-model-name policy --generation-config vllm "
             f"--dtype {str(self.policy.dtype).removeprefix('torch.')} --max-model-len {context} "
-            f"--max-num-seqs {self.section.max_running} --stream-interval 16 --enable-scale-out "
+            f"--max-num-seqs {self.section.max_running} --stream-interval 16 "
             f"--logprobs-mode processed_logprobs --max-logprobs {MOST_TOP_K} --disable-uvicorn-access-log"
         )
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        if numbers(installed(self.section.command or COMMANDS["vllm"])) >= [0, 30]:
+            flags += " --enable-scale-out"
         if not self.on_gpu:  # there it fails where a request with a seed is prefilled in chunks
             flags += f" --enforce-eager --no-enable-chunked-prefill --max-num-batched-tokens {max(8192, context)}"
             env |= CPU | {name: value for name, value in os.environ.items() if name in CPU}
         greeting = (LABEL, {"new_version": f"{self.mark}{self.version}"})
-        return Launch(flags.split(), env, path, least="0.32", greeting=greeting)
+        return Launch(flags.split(), env, path, labels=LABELS, least=LEAST, greeting=greeting)
 
     def write_weights(self, directory: Path) -> None:
         super().write_weights(directory)
@@ -55,6 +66,8 @@ class VllmEngine(ServerEngine):
         }
 
     def part(self, answer: dict[str, Any], truncates: bool, so_far: int) -> Part:
+        if not answer:  # an old release says nothing else at an abort
+            return Part([], [], finish=FinishReason.ABORT)
         if "choices" not in answer:
             raise ServerLostError(json.dumps(answer)[:500])
         choice = answer["choices"][0]
@@ -63,17 +76,36 @@ class VllmEngine(ServerEngine):
             finish = FinishReason.STOP
         entries = choice["logprobs"]["content"] if choice["token_ids"] else []
         tops = (entry["top_logprobs"] for entry in entries if truncates)
-        supports = [[top["token_id"] for top in left if top["logprob"] > OUTSIDE] for left in tops]
+        supports = [[_token(top) for top in left if top["logprob"] > OUTSIDE] for left in tops]
         logprobs = [entry["logprob"] for entry in entries]
         return Part(choice["token_ids"], logprobs, supports, finish, choice.get("weight_versions") or ())
+
+    def hold(self, server: Server) -> None:
+        if not server.tells_versions:
+            server.post("/pause?mode=abort")
 
     def load(self, server: Server) -> None:
         clears = str(self.section.on_update != "keep").lower()  # the cache
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(server.directory)}}
-        server.post(f"/pause?mode=keep&clear_cache={clears}")
+        if server.tells_versions:
+            server.post(f"/pause?mode=keep&clear_cache={clears}")
         server.post("/collective_rpc", reload, timeout_s=START_S)
-        server.post(LABEL, {"new_version": f"{self.mark}{self.version}"})
+        if server.tells_versions:
+            server.post(LABEL, {"new_version": f"{self.mark}{self.version}"})
         server.post("/resume")
 
     def end(self, server: Server, ids: Sequence[str]) -> None:
-        server.post(ABORT, {"request_ids": [f"generate-tokens-{id}" for id in ids]})
+        path = ABORT if server.tells_versions else OLD_ABORT
+        server.post(path, {"request_ids": [f"generate-tokens-{id}" for id in ids]})
+
+
+def installed(command: str) -> str:
+    """The release of vLLM that the Python in a command has; the first that tells versions if that cannot be seen."""
+    with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
+        asked = [shlex.split(command)[0], "-c", RELEASE]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
+    return LABELS
+
+
+def _token(entry: dict[str, Any]) -> int:
+    return int(entry["token_id"] if "token_id" in entry else entry["token"].removeprefix("token_id:"))

@@ -25,6 +25,7 @@ from headrace.errors import ConfigError, ModelError
 
 START_S = 900.0
 LOOK_S, END_S = 0.05, 3.0
+DONE = b"data: [DONE]"  # after the last part of an answer
 # Runs beside the server, and away from this process: once that lets go of the pipe, however it ends, nothing is left.
 GUARD = 'exec 3<&0; (cat <&3; kill -s KILL -- "-$0"; rm -rf "$1") >/dev/null 2>&1 &'
 
@@ -45,14 +46,16 @@ class Launch:
     address: str | tuple[str, int] = ""  # of a unix socket, or host and port
     headers: dict[str, str] = field(default_factory=dict)
     release: str = "/version"  # where it tells its own
-    least: str = "0"  # release that tells the version of every token
-    greeting: tuple[str, Any] | None = None  # posted once it is up
+    labels: str = "0"  # the first release that tells the version of every token
+    least: str = ""  # that a server of ours must have, if it may be an older one
+    greeting: tuple[str, Any] | None = None  # posted once it is up, to one that tells versions
 
 
 class Server:
     """One server process group, perhaps in place of another. Its directory has the model that it loads, and its log."""
 
     is_up, address, shown = False, "", ""
+    tells_versions = True
     num_asked, heard_s = 0, 0.0  # answers asked for, and when it last told of them
 
     def __init__(
@@ -96,13 +99,16 @@ class Server:
                     self.greet()
 
     def greet(self) -> None:
-        release, least = self._ask("GET", self._launch.release, timeout_s=5.0)["version"], self._launch.least
-        told, needed = ([int(n) for n in re.findall(r"\d+", one)[:3]] for one in (release, least))
-        if told < needed:
+        release, launch = self._ask("GET", self._launch.release, timeout_s=5.0)["version"], self._launch
+        least = launch.labels if self.address else launch.least or launch.labels
+        if numbers(release) < numbers(least):
             why = f"{release} does not tell what weights sampled a token; {least} does"
+            if launch.least and not self.address:
+                why = f"{release} was not tried; {least} was"
             raise ConfigError(f"the server of rollout.command has a release that is too old: {why}")
-        if self._launch.greeting:
-            self._ask("POST", *self._launch.greeting)
+        self.tells_versions = numbers(release) >= numbers(launch.labels)
+        if launch.greeting and self.tells_versions:
+            self._ask("POST", *launch.greeting)
         self.is_up = True
 
     def last_lines(self) -> str:
@@ -115,8 +121,8 @@ class Server:
     def stream(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
         with self._send("POST", path, body, timeout_s=None) as response:
             for line in response:
-                if line.startswith(b"data: {"):
-                    yield json.loads(line[6:])
+                if line.startswith(b"data: "):
+                    yield json.loads(b"{}" if line.startswith(DONE) else line[6:])
 
     def _ask(self, method: str, path: str, body: Any = None, timeout_s: float = 60.0) -> Any:
         with self._send(method, path, body, timeout_s) as response:
@@ -145,6 +151,10 @@ class Server:
                 os.killpg(self._process.pid, sign)
                 self._process.wait(END_S)
         os.close(self._alive)
+
+
+def numbers(release: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", release)[:3]]
 
 
 class TheirServer(Server):
