@@ -428,7 +428,6 @@ async def _interruptible(loop: Loop) -> None:
 
 async def _score(place: Place) -> float | None:
     """The held-out score."""
-    await place.start_engines()
     return await evaluate(place.answers, place.scorer, place.prompts.held_out, place.config)
 
 

@@ -173,9 +173,8 @@ class Place:
 
     async def start_engines(self) -> None:
         """Let every rollout worker join the pool, once they are ready."""
-        if not self.pool.workers:
-            for worker in self._engines or await self.device.run(self._rollout_workers):
-                self.pool.join(worker)
+        for worker in self._engines or await self.device.run(self._rollout_workers):
+            self.pool.join(worker)
 
     async def loop(
         self,
