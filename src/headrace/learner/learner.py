@@ -133,10 +133,10 @@ class Learner:
             self._add(items)
 
     def _add(self, items: Sequence[Item]) -> None:
-        for _, batch in self._batches(self.policy, items, backward=True):
+        for part, batch in self._batches(self.policy, items, backward=True):
             # one transfer, and last: any earlier wait for the GPU would leave it idle
             self._sums[1:] += self._backward(batch).cpu()
-            self._sums[0] += batch.num_sequences
+            self._sums[0] += len(part)
 
     def _batches(
         self, policy: Policy, items: Sequence[Item], *, backward: bool = False
