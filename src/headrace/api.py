@@ -74,8 +74,7 @@ def resume(
     with claimed(run_dir), memory_for("training", STEPS):
         if any(word.startswith("rollout.workers") for word in overrides):
             (run_dir / files.WANTED_WORKERS).unlink(missing_ok=True)
-        begun = is_complete(run_dir)
-        if begun:
+        if begun := is_complete(run_dir):
             with Ledger.open(run_dir) as ledger:
                 refuse_unasked(ledger, config, overrides, _name_of(reward))
         else:
