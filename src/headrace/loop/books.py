@@ -122,7 +122,6 @@ class RowMaker:
             truncated_share=float(truncated.mean()),
             mismatch_mean=stats.mismatch.mean_abs,
             mismatch_k3=stats.mismatch.k3,
-            ratio_outside=stats.mismatch.outside_share,
             **{name: known[name] for name in ROW_METRICS if name in known},
             mfu=stats.limit_s / busy["train"] if stats.limit_s else None,
             bandwidth_share=limit_s / decoding_s if limit_s and decoding_s else None,
