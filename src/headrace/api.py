@@ -227,8 +227,8 @@ def export(run_dir: Path | str, out: Path | str, *, best: bool = False, adapter:
     """Copy a run's model to the directory `out`, in the format of `transformers`, with a model card.
 
     `best`: the weights with the best held-out score. `adapter`: not the whole model with the
-    adapter in its weights, but the adapter alone, in the format of `peft`. `push` is a repository of
-    the Hugging Face hub, owner/name, that gets it too.
+    adapter in its weights, but the adapter alone, in the format of `peft`. `push` is a repository
+    of the Hugging Face hub, owner/name, that gets it too.
     """
     run_dir, out = Path(run_dir), Path(out)
     source = weights_dir(run_dir, best=best) / (ADAPTER_DIR if adapter else "")
