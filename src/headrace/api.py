@@ -74,8 +74,7 @@ def resume(
     with claimed(run_dir), memory_for("training", STEPS):
         if any(word.startswith("rollout.workers") for word in overrides):
             (run_dir / files.WANTED_WORKERS).unlink(missing_ok=True)
-        begun = is_complete(run_dir)
-        if begun:
+        if begun := is_complete(run_dir):
             with Ledger.open(run_dir) as ledger:
                 refuse_unasked(ledger, config, overrides, _name_of(reward))
         else:
@@ -228,8 +227,8 @@ def export(run_dir: Path | str, out: Path | str, *, best: bool = False, adapter:
     """Copy a run's model to the directory `out`, in the format of `transformers`, with a model card.
 
     `best`: the weights with the best held-out score. `adapter`: not the whole model with the
-    adapter in its weights, but the adapter alone, in the format of `peft`. `push` is a repository of
-    the Hugging Face hub, owner/name, that gets it too.
+    adapter in its weights, but the adapter alone, in the format of `peft`. `push` is a repository
+    of the Hugging Face hub, owner/name, that gets it too.
     """
     run_dir, out = Path(run_dir), Path(out)
     source = weights_dir(run_dir, best=best) / (ADAPTER_DIR if adapter else "")
@@ -428,7 +427,6 @@ async def _interruptible(loop: Loop) -> None:
 
 async def _score(place: Place) -> float | None:
     """The held-out score."""
-    await place.start_engines()
     return await evaluate(place.answers, place.scorer, place.prompts.held_out, place.config)
 
 

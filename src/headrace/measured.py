@@ -92,7 +92,7 @@ class Mismatch:
     ratio_mean: float = 1.0  # 1 in expectation where the two policies share their support
     ratio_p01: float = 1.0  # 1st percentile of r
     ratio_p99: float = 1.0  # 99th percentile of r
-    outside_share: float = 0.0  # of tokens that are not near-on-policy
+    ratio_outside: float = 0.0  # of tokens that are not near-on-policy
     effective_samples: float = 1.0  # (Σr)² / (n Σr²)
 
 

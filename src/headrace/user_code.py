@@ -50,8 +50,7 @@ def load_function(spec: str, setting: str, error: type[HeadraceError]) -> Callab
         if path is None and isinstance(wrong, ModuleNotFoundError) and f"{place}.".startswith(f"{wrong.name}."):
             told = f"there is no module '{place}' ({wrong})"
         raise error(f"{setting}: {told}") from wrong
-    found = getattr(module, name, None)
-    if found is None:
+    if (found := getattr(module, name, None)) is None:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("__")]
         near = difflib.get_close_matches(name, functions, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""

@@ -63,7 +63,6 @@ def test_pack_by_hand():
     assert batch.behaviour.tolist() == [-0.5, -0.25, -1, -2, -3]
     assert batch.advantage.tolist() == [0.5, 0.5, -2, -2, -2]
     assert batch.sequence_ids.tolist() == [0, 0, 1, 1, 1]
-    assert batch.num_sequences == 2
     assert batch.reference is not None
     assert batch.reference.tolist() == [-0.125, -0.25, -1, -1, -1]
     assert batch.support is not None

@@ -35,14 +35,14 @@ def test_mismatch_by_hand() -> None:
     assert sums.count == 3
     assert sums.mean_abs == pytest.approx(math.log(1.5) / 3, rel=1e-12)
     assert sums.ratio_mean == pytest.approx(1.0, rel=1e-12)
-    assert sums.outside_share == pytest.approx(2 / 3)
+    assert sums.ratio_outside == pytest.approx(2 / 3)
     assert sums.effective_samples == pytest.approx(9 / (3 * 3.08), rel=1e-12)
     assert sums.k3 == pytest.approx(-math.log(0.96) / 3, rel=1e-12)
 
 
 def test_the_band_has_both_its_limits() -> None:
     behaviour = torch.zeros(4, dtype=torch.float64)
-    assert mismatch(logs([0.8999, 0.9001, 1.0999, 1.1001]), behaviour).outside_share == 2 / 4
+    assert mismatch(logs([0.8999, 0.9001, 1.0999, 1.1001]), behaviour).ratio_outside == 2 / 4
 
 
 def test_many_micro_batches_equal_one() -> None:
@@ -57,14 +57,14 @@ def test_many_micro_batches_equal_one() -> None:
     assert total[5:].sum() == 1000
     found, expected = (mismatch_of(sums) for sums in (total, whole))
     assert found.count == expected.count == 1000
-    for name in ("mean_abs", "ratio_mean", "outside_share", "effective_samples", "k3"):
+    for name in ("mean_abs", "ratio_mean", "ratio_outside", "effective_samples", "k3"):
         assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-12)
 
 
 def test_equal_log_probs_are_no_mismatch_and_neither_is_nothing() -> None:
     same = torch.tensor([-0.3, -2.0, -1e4])
     for sums in (mismatch(same, same), Mismatch(), mismatch(same[:0], same[:0])):
-        found = (sums.mean_abs, sums.ratio_mean, sums.outside_share, sums.effective_samples, sums.k3)
+        found = (sums.mean_abs, sums.ratio_mean, sums.ratio_outside, sums.effective_samples, sums.k3)
         assert found == (0.0, 1.0, 0.0, 1.0, 0.0)
         assert (sums.ratio_p01, sums.ratio_p99) == (1.0, 1.0)
 

@@ -30,7 +30,6 @@ class Batch:
     advantage: Tensor  # [N]
     temperature: Tensor  # [N]
     sequence_ids: Tensor  # [N] which sequence a sampled token belongs to
-    num_sequences: int
     reference: Tensor | None  # [N]
     start: Tensor | None  # [3, N] at the start of the step: log-probs, values, returns
     support: Support | None
@@ -61,7 +60,6 @@ def pack(
         advantage=tensor(np.concatenate(advantages)),
         temperature=tensor(_temperatures(trajectories, heats)),
         sequence_ids=tensor(np.repeat(np.arange(len(items)), counts)),
-        num_sequences=len(items),
         reference=tensor(np.concatenate(references)) if references else None,
         start=tensor(np.concatenate(starts, axis=1)) if starts else None,
         support=_support(trajectories, device),

@@ -4,8 +4,8 @@
     turn      a turn has its return (its reward and, discounted, those after it), compared with the
               same turn of the group's other episodes
     state     GiGPO: the episode's advantage, and the return among turns that began in the same state
-    agent     all turns of an agent have what it earned: the part of the reward with its name, or the
-              whole, compared with the same agent's in other episodes
+    agent     all turns of an agent have what it earned: the part of the reward with its name, or
+              the whole, compared with the same agent's in other episodes
 
 Statistics count episodes or turns, never tokens. What has no peer has an advantage of zero.
 """

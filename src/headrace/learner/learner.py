@@ -133,10 +133,10 @@ class Learner:
             self._add(items)
 
     def _add(self, items: Sequence[Item]) -> None:
-        for _, batch in self._batches(self.policy, items, backward=True):
+        for part, batch in self._batches(self.policy, items, backward=True):
             # one transfer, and last: any earlier wait for the GPU would leave it idle
             self._sums[1:] += self._backward(batch).cpu()
-            self._sums[0] += batch.num_sequences
+            self._sums[0] += len(part)
 
     def _batches(
         self, policy: Policy, items: Sequence[Item], *, backward: bool = False
@@ -384,7 +384,6 @@ class Optimizer:
         self.masters = [p if p.dtype in precise else p.detach().to(torch.float32, copy=True) for p in self.parameters]
         one_dtype = len(dtypes) == 1 and torch.float64 not in dtypes  # what `FusedAdamW` can update
         self._on_gpu = AVAILABLE and self.parameters[0].is_cuda and one_dtype
-        self._several = False  # backward passes since the last step
         self._add_up = None if sharding is None else sharding.reduced
         kind = adamw.FusedAdamW if self._on_gpu else torch.optim.AdamW
         betas, decay = section.betas, section.weight_decay
@@ -413,7 +412,6 @@ class Optimizer:
         """Call before each backward pass: adds earlier gradients to those of the masters."""
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter and parameter.grad is not None:
-                self._several = True
                 more = parameter.grad.to(master.dtype)
                 master.grad = more if master.grad is None else master.grad.add_(more)
                 parameter.grad = None
@@ -426,7 +424,6 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group["lr"] = lr
         norm = self._step_on_gpu(scale, clip) if self._on_gpu else self._step(scale, clip)
-        self._several = False
         for parameter in (*self.parameters, *self.masters):
             parameter.grad = None
         return norm
@@ -438,7 +435,7 @@ class Optimizer:
     def _step_on_gpu(self, scale: float, clip: float) -> float:
         assert isinstance(self.adamw, adamw.FusedAdamW)
         gradients = [p.grad for p in self.parameters]  # of a single pass
-        if self._several:
+        if any(m.grad is not None for m in self.masters):  # or of several
             self.make_room()
             gradients = [m.grad for m in self.masters]
         return float(self.adamw.step_fused(self.parameters, gradients, scale, clip, self._add_up))

@@ -51,7 +51,7 @@ def mismatch_of(sums: Tensor) -> Mismatch:
         ratio_mean=ratio / count,
         ratio_p01=ratio_quantile(counts, 0.01),
         ratio_p99=ratio_quantile(counts, 0.99),
-        outside_share=outside / count,
+        ratio_outside=outside / count,
         effective_samples=ratio**2 / (count * ratio_squared),  # 1/n if one token has all weight
     )
 

@@ -13,7 +13,7 @@ from headrace.ledger.database import DROPPED
 from headrace.ledger.ledger import Dropped, Ledger
 from headrace.measured import ROW_METRICS, STAGES, Row, Sample, StageClock, StageTimes, StepStats, busy_s
 from headrace.rollout.pool import RolloutPool
-from headrace.types import DropReason, Group, Prompt, Trajectory
+from headrace.types import DropReason, Group, Prompt
 
 
 @dataclass
@@ -71,16 +71,13 @@ class RowMaker:
     def __init__(self, ledger: Ledger, clock: StageClock, pool: RolloutPool) -> None:
         self._ledger, self._clock, self._pool = ledger, clock, pool
         self.begin()
-        self._turns: list[int] = []  # of the trajectories scored since the last row
+        self.turns: list[int] = []  # of the trajectories scored since the last row
         self.biases: list[float] = []  # of the lengths of groups whose last answers were ended, likewise
         self.first_reward_failure = ""
 
     def begin(self) -> None:
         """The first step begins now: what came before, such as an evaluation, is in no row."""
         self._start_s, self._counts = self._clock.now(), asdict(self._pool.counts)
-
-    def scored(self, trajectory: Trajectory) -> None:
-        self._turns.append(max(1, len(trajectory.turns)))
 
     def reward_failed(self, detail: str) -> None:
         """Keep the first failure's `detail`, for the summary and for error messages."""
@@ -113,7 +110,7 @@ class RowMaker:
             dropped_tokens={name.removeprefix(DROPPED): n for name, n in dropped.items() if n},
             backlog_tokens=self._ledger.totals().backlog_tokens,
             cached_share=did["cached_tokens"] / max(1, did["prompt_tokens"]),
-            turns_mean=float(np.mean(self._turns or [1])),
+            turns_mean=float(np.mean(self.turns or [1])),
             environment_s=busy["environment"],
             lag_mean=float(((step - 1 - oldest) * tokens).sum() / tokens.sum()),
             lag_max=int(step - 1 - oldest.min()),
@@ -125,7 +122,6 @@ class RowMaker:
             truncated_share=float(truncated.mean()),
             mismatch_mean=stats.mismatch.mean_abs,
             mismatch_k3=stats.mismatch.k3,
-            ratio_outside=stats.mismatch.outside_share,
             **{name: known[name] for name in ROW_METRICS if name in known},
             mfu=stats.limit_s / busy["train"] if stats.limit_s else None,
             bandwidth_share=limit_s / decoding_s if limit_s and decoding_s else None,
@@ -134,7 +130,7 @@ class RowMaker:
         )
         self._ledger.spans(finished)
         self._ledger.row(row)
-        self._counts, self._turns, self.biases, self._start_s = counts, [], [], self._clock.now()
+        self._counts, self.turns, self.biases, self._start_s = counts, [], [], self._clock.now()
         return row
 
     def flush(self) -> None:

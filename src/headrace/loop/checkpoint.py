@@ -35,7 +35,7 @@ class Checkpoints:
     def __init__(self, run_dir: Path, keep: int, directory: str = CHECKPOINTS) -> None:
         self._directory, self._keep = run_dir / directory, keep
 
-    def write(self, version: int, write_tensors: Callable[[Path], None], facts: Mapping[str, Any]) -> Path:
+    def write(self, version: int, write_tensors: Callable[[Path], None], facts: Mapping[str, Any]) -> None:
         """Write a checkpoint and delete the oldest. `write_tensors(directory)` writes its tensors.
 
         If it cannot be written, earlier checkpoints stay as they are.
@@ -62,7 +62,6 @@ class Checkpoints:
             raise RunError(f"the checkpoint of step {version} could not be written: {reason}") from error
         for old in self._complete()[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)
-        return final
 
     @property
     def versions(self) -> list[int]:

@@ -121,8 +121,7 @@ class Groups:
         refusal = None
         if self._filtered and not (cut_short or too_few):
             group, refusal = await self._ask_filters(group)
-        for trajectory in group.trajectories:
-            self._rows.scored(trajectory)
+        self._rows.turns.extend(max(1, len(t.turns)) for t in group.trajectories)
         lengths, late = [t.num_sampled_tokens for t in scored], sum(why == DropReason.LATE for _, why in failed)
         if lengths and late:  # those would be at least as long as the longest that is left
             self._rows.biases.append(float(np.mean(lengths) / np.mean(lengths + [max(lengths)] * late)) - 1)

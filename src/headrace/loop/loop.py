@@ -134,8 +134,7 @@ class Loop:
                 self._offered.put_nowait(step)
             taken, self._taken = self._taken, []
             row = await self.conclude(step, taken, stats)
-            last = self.over
-            if last:
+            if last := self.over:
                 self.stages.buffer.hold()
             elif not travels:
                 await self.stages.buffer.release()

@@ -26,8 +26,7 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     """Bring `loop` to where the run stood. The engine must not be running yet."""
     stages = loop.stages
     ledger, recovery = stages.ledger, Recovery(stages.ledger)
-    checkpoint = stages.checkpoints.newest(on_note)
-    if checkpoint is None:
+    if (checkpoint := stages.checkpoints.newest(on_note)) is None:
         raise RunError(f"{ledger.run_dir} cannot be resumed: it has no checkpoint that can be read")
     drawn = {attempt.serial: attempt.prompt_id for attempt in recovery.attempts()}
     stages.prompts.restore({**checkpoint.facts["prompts"], "serial": len(drawn)}, drawn)
@@ -35,8 +34,7 @@ async def resume(loop: Loop, on_note: Callable[[str], None]) -> Restart:
     await stages.device.run(stages.publisher.commit, checkpoint.version)
     stages.books.reached(checkpoint.version)
     if stages.ranks.keeps_reference:
-        kept = Checkpoints(ledger.run_dir, 1, REFERENCE).newest(on_note)
-        if kept is None:
+        if (kept := Checkpoints(ledger.run_dir, 1, REFERENCE).newest(on_note)) is None:
             raise RunError(f"{ledger.run_dir / REFERENCE} cannot be read, and learner.kl_coef needs it")
         await stages.device.run(partial(stages.ranks.load, kept.tensors, 0, reference=True))
     redone = await _redo_steps(loop, on_note)
@@ -72,8 +70,7 @@ async def _redo_steps(loop: Loop, on_note: Callable[[str], None]) -> list[list[G
     for step, named in recovery.steps_after(loop.version):
         groups = [group_of(loop.stages, *group) for group in named]
         stats = await loop.redo(groups)
-        row = rows.get(step)
-        if row is None:  # the process died between the update and its booking
+        if (row := rows.get(step)) is None:  # the process died between the update and its booking
             loop.on_row(await loop.conclude(step, groups, stats, may_evaluate=False))
         elif not stats.skipped and (stats.loss, stats.grad_norm) != (row.loss, row.grad_norm):
             norms = f"gradient norm {stats.grad_norm:.6g}, before {row.grad_norm:.6g}"

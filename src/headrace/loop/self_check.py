@@ -19,8 +19,8 @@ from headrace.types import IntArray, Order, Prompt, Sampling, Trajectory
 
 NUM_PROMPTS, NUM_SAMPLES, MAX_NEW_TOKENS = 4, 2, 32
 
-# Mean |Δ| that rounding does not explain. A model of two layers on a CPU has 1.5e-7 in float32, 2e-4
-# in float16 and 0.0016 in bfloat16; deeper ones have more. A wrong mask, position or temperature
+# Mean |Δ| that rounding does not explain. A model of two layers on a CPU has 1.5e-7 in float32,
+# 2e-4 in float16 and 0.0016 in bfloat16; deeper ones have more. A wrong mask, position or temperature
 # moves log-probs by tenths.
 LARGE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.01, "bfloat16": 0.05}
 FAR = 0.2  # nats of mean |Δ| at which no run starts, in any precision: rounding is never this large
@@ -58,7 +58,7 @@ def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
         if dtype in ("bfloat16", "float16")
         else "engine and learner compute different things for this model; please report it"
     )
-    ratios = f"{mismatch.outside_share:.0%} of the ratios are outside [{NEAR[0]}, {NEAR[1]}]"
+    ratios = f"{mismatch.ratio_outside:.0%} of the ratios are outside [{NEAR[0]}, {NEAR[1]}]"
     told = f"{LARGE[dtype]:g}, so part of what is trained will be noise: {advice}"
     return f"self-check: {distance}, and {ratios}. Rounding in {dtype} explains at most {told}"
 

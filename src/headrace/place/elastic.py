@@ -98,8 +98,6 @@ class Elastic:
 
     async def _add(self) -> None:
         """Start a new worker. It joins the pool once it holds the published version."""
-        task = asyncio.current_task()
-        assert task is not None
         join = partial(self._in_loop, self.pool.join)
         while self._failures < MOST_FAILURES:
             worker = self.spawn()
@@ -116,7 +114,7 @@ class Elastic:
                 worker.kill()
                 continue
             self._failures = 0
-            self._joining.discard(task)
+            self._joining -= {asyncio.current_task()}
             self.on_note(f"{worker.name} takes part")
             self._fit()  # fewer may be wanted by now
             return

@@ -235,14 +235,8 @@ async def _serve(end: socket.socket) -> None:
             **limits,
         )
         episodes = Episodes(make(desk, partial(line.tell, run.note)), partial(line.tell, RolloutPool.abort))
-        for serves in (
-            episodes.play,
-            episodes.abort,
-            episodes.drain,
-            episodes.under_way,
-            episodes.worked,
-            episodes.close,
-        ):
+        of_answers = (episodes.play, episodes.abort, episodes.drain, episodes.under_way)
+        for serves in (*of_answers, episodes.worked, episodes.close):
             line.served[serves.__name__] = serves
         await episodes.prepare()
 

@@ -51,7 +51,7 @@ class InlineWorker(Generic[Port_co]):
         return InlineReply(self._cluster.device.submit(bound, *args, **named), self.name)
 
     def beside(self, make: Callable[..., Port], *args: Any) -> Worker[Port]:
-        return self._cluster.serve(self.name, make(self._cluster.device, *args, self.served))
+        return self._cluster.spawn(self.name, make, *args, self.served)
 
     async def ready(self) -> None:
         """A worker is ready when it is made."""
@@ -76,10 +76,7 @@ class InlineCluster:
         self._served: list[Any] = []
 
     def spawn(self, name: str, make: Callable[..., Port], *args: Any, gpus: float = 0.0) -> InlineWorker[Port]:
-        return self.serve(name, make(self.device, *args))
-
-    def serve(self, name: str, served: Port) -> InlineWorker[Port]:
-        self._served.append(served)
+        self._served.append(served := make(self.device, *args))
         return InlineWorker(name, self, served)
 
     def schedule(self, work: Coroutine[Any, Any, R]) -> Future[R] | asyncio.Task[R]:

@@ -83,11 +83,10 @@ class Place:
         reward: Reward = None,
     ) -> None:
         config = config.model_copy(update={"model": _model_of(config, run_dir)})
-        self.config, self.run_dir = config, run_dir
-        self.cluster, self.device = cluster, cluster.device
+        self.config, self.run_dir, self.cluster = config, run_dir, cluster
+        self.device, self._gpus = cluster.device, _gpus_of_a_worker(config, cluster)
         self._make_sampler, self._on_note, self._names = make_sampler, on_note, itertools.count()
         self._colocated = ends is None or config.place.layout == "colocated"
-        self._gpus = _gpus_of_a_worker(config, cluster)
         self._sending = ends[0] if ends else None
         self._receiving = ends[1] if ends else None
         self.ranks = Ranks(cluster, [*map(self._spawn_rank, range(config.learner.ranks))], config.learner)
@@ -126,6 +125,7 @@ class Place:
         )
         has_turns = config.episode.agent or config.episode.environment
         self._episodes = self.episodes_of(partial(playing, run_dir, config), on_note) if has_turns else None
+        self.answers = self._episodes or self.pool
         self.elastic = Elastic(run_dir, config, self.pool, on_note, self._spawn_rollout, lambda: self.publisher)
         # made before anything takes long, if the model is loaded: what does not fit is said at once
         self._engines = self._rollout_workers() if ends is None else []
@@ -138,10 +138,6 @@ class Place:
         bring = None if waits else elastic.bring
         timeout_s = config.publish.timeout_s
         return WeightPublisher(self.ranks, self.clock, timeout_s, self.pool, elastic.give_up, bring)
-
-    @property
-    def answers(self) -> RolloutPool | Episodes | EpisodeProcess:
-        return self._episodes or self.pool
 
     async def start_user_code(self) -> None:
         """Start the processes with reward functions, filters and environments. Raises what is wrong with them."""
@@ -173,9 +169,8 @@ class Place:
 
     async def start_engines(self) -> None:
         """Let every rollout worker join the pool, once they are ready."""
-        if not self.pool.workers:
-            for worker in self._engines or await self.device.run(self._rollout_workers):
-                self.pool.join(worker)
+        for worker in self._engines or await self.device.run(self._rollout_workers):
+            self.pool.join(worker)
 
     async def loop(
         self,

@@ -186,15 +186,6 @@ def _engine(spec: RolloutSpec, policy: Policy, reserved_bytes: int, clock: Calla
             "memory (rollout.kv_tokens sets the size)"
         )
     wanted_bytes = kv_tokens * kv_bytes_per_token(policy)
+    settings = {"max_running", "prefill_tokens", "on_update", "max_wall_s", "on_wall", "speculate"}
     with memory_for("the key/value cache", CACHE, wanted_bytes=wanted_bytes):
-        return Engine(
-            policy,
-            max_running=r.max_running,
-            prefill_tokens=r.prefill_tokens,
-            kv_tokens=kv_tokens,
-            on_update=r.on_update,
-            max_wall_s=r.max_wall_s,
-            on_wall=r.on_wall,
-            speculate=r.speculate,
-            clock=clock,
-        )
+        return Engine(policy, kv_tokens=kv_tokens, clock=clock, **r.model_dump(include=settings))

@@ -157,8 +157,8 @@ def _compare(policy: Policy, logits: Tensor, expected: Tensor, where: str) -> No
     ours = logits.float().log_softmax(-1)
     gap = (ours - expected).abs().max()
     if policy.dtype in (torch.bfloat16, torch.float16):
-        # Log-probs of unlikely tokens are mostly noise: weigh by probability. Where biases are large
-        # (Qwen2), eager attention is far off on single tokens, so take a sequence's median.
+        # Log-probs of unlikely tokens are mostly noise: weigh by probability. Where biases are
+        # large (Qwen2), eager attention is far off on single tokens, so take a sequence's median.
         gap = (expected.exp() * (expected - ours)).sum(-1).median(-1).values.max()
     if not torch.isfinite(expected).all():
         named = policy.model.named_parameters()  # whole, so that all ranks say the same

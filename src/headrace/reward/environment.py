@@ -96,8 +96,7 @@ class LiveEnvironments:
             return {"tools": list(self.tools.values()), "takes_text": takes_text, "scores": scores, **limits}
         if command.do in ("start", "restore"):
             return await self._begin(command)
-        environment = self._live.get(command.episode)
-        if environment is None:  # its process was replaced
+        if (environment := self._live.get(command.episode)) is None:  # its process was replaced
             return {"lost": True}
         if command.do == "turn":
             return await self._turn(environment, **command.given)

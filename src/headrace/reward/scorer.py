@@ -197,8 +197,7 @@ class VerdictCache:
         return hashlib.sha256(text.encode()).digest()
 
     async def fetch(self, completion: Completion, judge: Callable[[], Awaitable[Score]]) -> Score:
-        key = self.key(completion)
-        if key is None:
+        if (key := self.key(completion)) is None:
             return await judge()
         if key in self.verdicts:
             return self.verdicts[key]

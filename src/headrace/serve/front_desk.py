@@ -119,6 +119,7 @@ class Visitors(FrontDesk):
     ) -> None:
         super().__init__(model, desk.max_context, key)
         self._at, self._on_ready, self._open = at, on_ready, AsyncExitStack()
+        self.close = self._open.aclose
         self._desk, self._sampling = desk, replace(sampling, max_new_tokens=desk.max_context)
         self._visits: dict[str, Conversation] = {}  # the latest last
         self._numbers = itertools.count()
@@ -127,9 +128,6 @@ class Visitors(FrontDesk):
         self._desk.chat.prove()
         await self._open.enter_async_context(self.listening(*self._at))
         self._on_ready(self.base_url)
-
-    async def close(self) -> None:
-        await self._open.aclose()
 
     def conversation(self, key: str, ask: Ask, *, is_retry: bool) -> Conversation:
         known = (visit for visit in reversed(self._visits.values()) if visit.knows(ask, is_retry=is_retry))
