@@ -2,12 +2,14 @@
 
     python benchmarks/grpo.py --json docs/results/grpo.json
     python benchmarks/grpo.py --only equal/headrace
+    python benchmarks/grpo.py --only headrace --only vllm \\
+        --vllm "/opt/vllm/bin/python -m vllm.entrypoints.openai.api_server --gpu-memory-utilization 0.4"
     python benchmarks/grpo.py --tiny --only headrace           # on a CPU, to see that it runs
 
 `equal`: every answer has 512 tokens. `tail`: the model ends its answers by itself, at log-normal lengths with mean 512
 and cv 1, cut at 4,096. Both contenders load the same weights and sample their own lengths. Headrace runs its own
 loop with `loop.max_lag = 0`, on-policy as TRL is: generation, reward, gradient, optimizer step, books. With `--max-lag`
-answers of the next steps are generated in between.
+answers of the next steps are generated in between. `vllm`: the same loop, with vLLM as its engine on the same GPU.
 """
 
 from __future__ import annotations
@@ -127,15 +129,16 @@ def make_model(job: Job, directory: Path, device: torch.device) -> Path:
 # ---- Headrace
 
 
-def run_headrace(job: Job, models: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The loop; the first step records CUDA graphs and is not counted."""
+def run_headrace(job: Job, models: Path, arguments: argparse.Namespace, command: str = "") -> dict[str, Any]:
+    """The loop, with vLLM if there is its `command`; the first step records CUDA graphs and is not counted."""
     device = torch.device(arguments.device)
     model, steps = make_model(job, models, device), 1 + arguments.repeats
     with tempfile.TemporaryDirectory() as scratch:
         run_dir, prompts = Path(scratch), Path(scratch) / "prompts.jsonl"
         texts = prompt_texts(job, job.prompts * steps + HELD_OUT)
         prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-        config = settings(job, model, prompts, steps, arguments)
+        engine = {"engine": "vllm", "command": command, "on_update": "recompute"} if command else {}
+        config = settings(job, model, prompts, steps, arguments, engine)
         seconds, rows = asyncio.run(timed_loop(config, run_dir))
     for row in rows:
         assert row.generated_tokens == row.trained_tokens or arguments.max_lag, row
@@ -156,7 +159,9 @@ def run_headrace(job: Job, models: Path, arguments: argparse.Namespace) -> dict[
     }
 
 
-def settings(job: Job, model: Path, prompts: Path, steps: int, arguments: argparse.Namespace) -> Config:
+def settings(
+    job: Job, model: Path, prompts: Path, steps: int, arguments: argparse.Namespace, engine: dict[str, str]
+) -> Config:
     """Defaults, but for the shapes and what makes the step the same as the peer's."""
     return Config.model_validate(
         {
@@ -167,6 +172,7 @@ def settings(job: Job, model: Path, prompts: Path, steps: int, arguments: argpar
                 "max_new_tokens": job.max_new_tokens,
                 "max_running": job.prompts * job.samples,
                 "prefill_tokens": 16384,
+                **engine,
             },
             "reward": {"function": f"{REWARD}:score", "cache": False},
             "buffer": {"drop": "nothing"},
@@ -212,6 +218,8 @@ def parts(arguments: argparse.Namespace, models: Path) -> dict[str, Part]:
     found: dict[str, Part] = {}
     for name, job in jobs.items():
         found[f"{name}/headrace"] = partial(run_headrace, job, models / name, arguments)
+        if arguments.vllm:
+            found[f"{name}/vllm"] = partial(run_headrace, job, models / name, arguments, arguments.vllm)
         found[f"{name}/trl"] = partial(run_trl, job, models / name, arguments)
     return found
 
@@ -234,9 +242,9 @@ def summary(results: dict[str, Any]) -> str:
         if "error" in found:
             rows.append([part, found["error"], *[""] * (len(header) - 2)])
             continue
-        peer = results["parts"].get(part.replace("/headrace", "/trl"), {})
+        peer = results["parts"].get(part.split("/")[0] + "/trl", {})
         ratio = ""
-        if part.endswith("/headrace") and "tokens_per_s" in peer:
+        if not part.endswith("/trl") and "tokens_per_s" in peer:
             ratio = f"{found['tokens_per_s']['median'] / peer['tokens_per_s']['median']:.1f}x"
         generating = found.get("generating_s") or spread([s["rollout"] for s in found["stage_s"][1:]])
         rows.append(
@@ -261,6 +269,7 @@ def summary(results: dict[str, Any]) -> str:
 def main(given: list[str] | None = None) -> dict[str, Any]:
     parser = options(__doc__)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="learner.micro_batch_tokens")
+    parser.add_argument("--vllm", help="rollout.command of vLLM; without it, not measured")
     parser.add_argument("--trl-steps", type=int, default=1, help="counted steps of TRL")
     parser.add_argument("--max-lag", type=float, default=0, help="loop.max_lag")
     parser.set_defaults(repeats=2)
