@@ -195,8 +195,12 @@ class ServerEngine:
 
         for server in self._servers:
             attempt(server.wait_ready, server)  # it may still be reading the weights
+        held = [asked for asked in self._asked.values() if asked.server and not asked.server.tells_versions]
+        for asked in held:
+            asked.is_held = True
+        for server in self._servers:
             attempt(partial(self.hold, server), server)
-        late = self._held()
+        late = self._late(held)
         for directory in {server.directory for server in self._servers}:
             readers = [server for server in self._servers if server.directory == directory]
             attempt(partial(self.write_weights, directory), *readers)
@@ -212,11 +216,8 @@ class ServerEngine:
     def hold(self, server: Server) -> None:
         """End its answers before an update, if it does not tell versions. It answers nothing new until `load`."""
 
-    def _held(self) -> list[_Asked]:
+    def _late(self, held: Sequence[_Asked]) -> list[_Asked]:
         """Hear what servers on hold have sampled. Returns what they may not have known yet: that is asked for again."""
-        held = [asked for asked in self._asked.values() if asked.server and not asked.server.tells_versions]
-        for asked in held:
-            asked.is_held = True
         end_s = time.monotonic() + SETTLE_S
         while late := [asked for asked in held if self._asked.get(asked.row.request.id) is asked]:
             with suppress(queue.Empty):
