@@ -17,7 +17,8 @@ import pytest
 from headrace.errors import ConfigError, ModelError
 from headrace.rollout.engine_server import refusal
 from headrace.rollout.engine_sglang import SglangEngine
-from headrace.rollout.server import Launch, Server, ServerLostError
+from headrace.rollout.engine_vllm import LABELS, VllmEngine, installed
+from headrace.rollout.server import Launch, Server, ServerLostError, TheirServer, numbers
 from headrace.types import FinishReason, Sampling
 
 PROGRAM = """
@@ -102,6 +103,46 @@ def test_a_release_that_does_not_tell_versions_is_refused(release: str, least: s
             server.wait_ready()
     finally:
         server.close()
+
+
+def test_a_server_of_ours_may_have_a_release_that_does_not_tell_versions(tmp_path: Path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = Launch([str(port), "0.26.0"], address=("127.0.0.1", port), labels="0.32", least="0.26")
+    server = Server(shlex.join([sys.executable, "-c", TELLS]), lambda directory: None, lambda directory: launch)
+    try:
+        server.wait_ready()
+        assert not server.tells_versions
+        theirs = TheirServer(f"http://127.0.0.1:{port}", tmp_path, lambda directory: launch)
+        with pytest.raises(ConfigError, match=r"too old: 0\.26\.0 does not tell .*; 0\.32 does"):
+            theirs.wait_ready()
+    finally:
+        server.close()
+
+
+def test_the_release_is_that_of_the_python_in_the_command(tmp_path: Path):
+    package = tmp_path / "site" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "_version.py").write_text("__version__ = version = '0.26.0'\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/site exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert numbers(installed(f"{python} -m vllm.entrypoints.openai.api_server")) == [0, 26, 0]
+    for unknown in (f"{sys.executable} -m vllm", "nowhere", "", "python 'x"):
+        assert installed(unknown) == LABELS
+
+
+def test_what_an_old_release_of_vllm_says():
+    engine = object.__new__(VllmEngine)
+    tops = [{"token": "token_id:7", "logprob": -0.5}, {"token": "token_id:9", "logprob": -9999.0}]
+    entry = {"token": "token_id:7", "logprob": -0.5, "top_logprobs": tops}
+    choice = {"token_ids": [7], "logprobs": {"content": [entry]}, "finish_reason": "length"}
+    part = engine.part({"choices": [choice]}, True, so_far=0)
+    assert (part.tokens, part.logprobs, part.supports, part.finish) == ([7], [-0.5], [[7]], FinishReason.LENGTH)
+    assert not part.spans
+    assert engine.part({}, True, so_far=1).finish is FinishReason.ABORT  # the end of its stream
 
 
 def sglang_answer(tokens: list[int], total: int, finish: dict[str, object] | None = None) -> dict[str, object]:

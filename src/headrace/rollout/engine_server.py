@@ -195,29 +195,29 @@ class ServerEngine:
 
         for server in self._servers:
             attempt(server.wait_ready, server)  # it may still be reading the weights
-        held = [asked for asked in self._asked.values() if asked.server and not asked.server.tells_versions]
-        for asked in held:
-            asked.is_held = True
-        for server in self._servers:
-            attempt(partial(self.hold, server), server)
-        late = self._late(held)
+        late = self._late(attempt)
         for directory in {server.directory for server in self._servers}:
             readers = [server for server in self._servers if server.directory == directory]
             attempt(partial(self.write_weights, directory), *readers)
         able = [server for server in self._servers if server not in failed]
         with ThreadPoolExecutor(len(able) or 1) as pool:
             list(pool.map(lambda server: attempt(partial(self.load, server), server), able))
-        for server in able:
-            if ids := [asked.sent for asked in late if asked.server is server]:
-                attempt(partial(self.end, server, ids), server)
+        for asked in late:
+            if asked.server in able:
+                attempt(partial(self.end, asked.server, [asked.sent]), asked.server)
         for server, why in failed.items():
             self._replace_server(server, f"version {version} was not taken: {why}")
 
     def hold(self, server: Server) -> None:
         """End its answers before an update, if it does not tell versions. It answers nothing new until `load`."""
 
-    def _late(self, held: Sequence[_Asked]) -> list[_Asked]:
-        """Hear what servers on hold have sampled. Returns what they may not have known yet: that is asked for again."""
+    def _late(self, attempt: Callable[..., None]) -> list[_Asked]:
+        """Hold servers, and hear what they sampled. Returned, and asked again, is what they may not have known yet."""
+        held = [asked for asked in self._asked.values() if asked.server and not asked.server.tells_versions]
+        for asked in held:
+            asked.is_held = True
+        for server in self._servers:
+            attempt(partial(self.hold, server), server)
         end_s = time.monotonic() + SETTLE_S
         while late := [asked for asked in held if self._asked.get(asked.row.request.id) is asked]:
             with suppress(queue.Empty):
