@@ -176,7 +176,11 @@ def settings(
             },
             "reward": {"function": f"{REWARD}:score", "cache": False},
             "buffer": {"drop": "nothing"},
-            "learner": {"lr": LR, "micro_batch_tokens": arguments.micro_batch_tokens},
+            "learner": {
+                "lr": LR,
+                "micro_batch_tokens": arguments.micro_batch_tokens,
+                "lora_rank": arguments.lora_rank,
+            },
             "loop": {"steps": steps, "groups_per_step": job.prompts, "max_lag": arguments.max_lag},
         }
     )
@@ -269,6 +273,7 @@ def summary(results: dict[str, Any]) -> str:
 def main(given: list[str] | None = None) -> dict[str, Any]:
     parser = options(__doc__)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384, help="learner.micro_batch_tokens")
+    parser.add_argument("--lora-rank", type=int, default=0, help="learner.lora_rank of Headrace")
     parser.add_argument("--vllm", help="rollout.command of vLLM; without it, not measured")
     parser.add_argument("--trl-steps", type=int, default=1, help="counted steps of TRL")
     parser.add_argument("--max-lag", type=float, default=0, help="loop.max_lag")

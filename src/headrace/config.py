@@ -396,9 +396,6 @@ def _of_learning(config: Config) -> Iterator[str]:
         yield "learner.correction_limits: the first must be smaller than the second"
     if learner.kl_coef and learner.kl_in == "loss" and learner.kl_estimator == "k1":
         yield "learner.kl_in = 'loss' and learner.kl_estimator = 'k1': its gradient averages to zero; use k2 or k3"
-    if learner.lora_rank and config.model.exact is True:
-        told = "adapters have no exact form; set one of them off"
-        yield f"learner.lora_rank = {learner.lora_rank} and model.exact = true: {told}"
     if config.publish.encoding == "adapter" and not learner.lora_rank:
         yield "publish.encoding = 'adapter' and learner.lora_rank = 0: there are no adapters; use full or delta"
     if learner.correction == "truncated" and learner.loss in ("cispo", "gspo"):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exact_runs import busy_run, gaps
+from exact_runs import TEMPERATURE, busy_run, gaps
 from hand_made import trajectory
 from mixtures import MIXTURES
 from played_turns import assert_as_from_scratch, play
@@ -65,7 +65,7 @@ def test_few_rows_are_multiplied_with_the_bits_of_many(
 ):
     on_cuda(make_policy, "Qwen3", True)  # cuBLAS does not split sums from now on
     x, weight, bias = (torch.randn(n, width, device="cuda").bfloat16() for n in (8192, columns, columns))
-    matrix = SimpleNamespace(weight=weight, bias=bias[:, 0].contiguous() if biased else None)
+    matrix = SimpleNamespace(weight=weight, bias=bias[:, 0].contiguous() if biased else None, adapters=None)
     with torch.inference_mode():
         for gated in (False, True):
             whole = linear(matrix, x, gated)
@@ -146,7 +146,58 @@ def test_auto_is_exact_where_that_is_possible(make_policy: Callable[..., Policy]
 
     assert loaded(128)
     assert not loaded(99)
-    assert not loaded(128, LearnerSection(lora_rank=4))
+    assert loaded(128, LearnerSection(lora_rank=8))
+
+
+def adapted(policy: Policy, directory: Path, exact: bool, rank: int = 8) -> Policy:
+    """The policy with adapters that are not at zero any more."""
+    policy.save(directory)
+    section = ModelSection(path=str(directory), device="cuda", exact=exact)
+    found = load_policy(section, LearnerSection(lora_rank=rank))
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for name, weight in found.model.named_parameters():
+            if ".lora_B." in name:
+                weight.copy_(0.05 * torch.randn(weight.shape, generator=generator, device="cuda"))
+    return found
+
+
+@pytest.mark.parametrize("rank", [8, 32])
+@pytest.mark.parametrize("architecture", ["Qwen3", "Qwen3Moe"])
+def test_adapters_are_exact(make_policy: Callable[..., Policy], tmp_path: Path, architecture: str, rank: int):
+    """In the learner's pass with gradients, too, which adds what they make in another way."""
+    policy = adapted(on_cuda(make_policy, architecture, False), tmp_path, True, rank)
+    found = busy_run(policy, num_groups=60, max_new_tokens=180, spread_steps=40, max_running=64, prefill_tokens=97)
+    for num_per_pack in (len(found) // 3, len(found) // 12):
+        assert gaps(policy, found, num_per_pack).max() == 0.0
+    batch = pack([Item(trajectory=t, advantage=1.0) for t in found], policy.device, policy.routers)
+    ours, _ = policy.logprobs(batch.token_ids, batch.plan, batch.at, TEMPERATURE, batch.support, batch.routes)
+    assert ours.requires_grad
+    assert torch.equal(ours.detach().float(), batch.behaviour)
+
+
+def test_adapters_by_the_kernels_learn_as_by_the_modules(make_policy: Callable[..., Policy], tmp_path: Path):
+    policy = adapted(on_cuda(make_policy, "Qwen3", False), tmp_path, False)
+    rng = np.random.default_rng(0)
+    texts = [(rng.integers(3, 90, 50).tolist(), rng.integers(3, 90, 150).tolist()) for _ in range(8)]
+    answers = [trajectory(index=i, prompt=prompt, answer=answer) for i, (prompt, answer) in enumerate(texts)]
+    items = [Item(trajectory=answer, advantage=1.0) for answer in answers]
+    batch = pack(items, policy.device, policy.routers)
+    weights = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    assert weights
+    assert all(".lora_" in name for name in weights)
+    found = {}
+    for by_kernels in (True, False):
+        assert policy._family is not None
+        policy._family.fits_kernels = by_kernels
+        values, _ = policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)
+        values.float().mean().backward()
+        found[by_kernels] = values.detach().float(), {name: p.grad.float() for name, p in weights.items()}
+        for p in weights.values():
+            p.grad = None
+    assert (found[True][0] - found[False][0]).abs().max() < 0.1
+    for name, grad in found[False][1].items():
+        assert (found[True][1][name] - grad).norm() < 0.05 * grad.norm(), name
 
 
 def test_drafts_change_nothing(make_policy: Callable[..., Policy]):

@@ -271,7 +271,8 @@ def test_linear_of_few_rows(rows: int, gated: bool, biased: bool) -> None:
     assert rows <= FEW
     kind = torch.float16 if INTERPRETED else torch.bfloat16
     x, weight = noise(rows, 300, dtype=kind), noise(2 * 52, 300, seed=1, dtype=kind)  # no multiples of a tile
-    matrix = SimpleNamespace(weight=weight, bias=noise(len(weight), seed=2, dtype=kind) if biased else None)
+    bias = noise(len(weight), seed=2, dtype=kind) if biased else None
+    matrix = SimpleNamespace(weight=weight, bias=bias, adapters=None)
     expected = torch.nn.functional.linear(x.float(), weight.float(), matrix.bias.float() if biased else None)
     if gated:
         g, u = expected.chunk(2, dim=1)

@@ -39,6 +39,13 @@ async def test_a_run_trains_adapters_and_writes_a_model_without(workshop: Worksh
     assert all(torch.equal(base[name.replace("_proj.", "_proj.base_layer.")], start[name]) for name in start)
 
 
+async def test_adapters_have_an_exact_form(workshop: Workshop):
+    await play(workshop.config("exact", *SETTINGS, "model.exact=true", reward="dense"))
+    rows = rows_of(workshop.directory / "exact")
+    assert all(row.grad_norm > 0 and row.mismatch_mean == 0.0 for row in rows)
+    assert len(rows) == 3
+
+
 class Impatient(api.Watcher):
     """Interrupts the run after its first step."""
 

@@ -37,12 +37,20 @@ def await_last(EARLY: constexpr):
 
 
 def linear(matrix: Any, x_TE: Tensor, gated: bool = False) -> Tensor:
-    """`F.linear` by the weight and bias of `matrix`; with `gated`, the gate of that.
+    """The product of a `JoinedLinear`; with `gated`, the gate of that."""
+    if matrix.adapters is None:
+        return product(matrix.weight, matrix.bias, x_TE, gated)
+    found = matrix.adapted(product(matrix.weight, matrix.bias, x_TE), product(matrix.adapters, None, x_TE))
+    return gate(found) if gated else found
+
+
+def product(weight: Tensor, bias: Tensor | None, x_TE: Tensor, gated: bool = False) -> Tensor:
+    """`F.linear`; with `gated`, the gate of that.
 
     cuBLAS takes longer to launch than to read a small matrix, and so few rows have a kernel of
     their own. Its sums have the order of cuBLASLt's without split-K, bit for bit.
     """
-    weight, bias, (rows, width) = matrix.weight, matrix.bias, x_TE.shape
+    rows, width = x_TE.shape
     if rows > FEW or weight.numel() > SMALL or x_TE.dtype.itemsize != 2 or torch.is_grad_enabled():
         found = F.linear(x_TE, weight, bias)
         return gate(found) if gated else found

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from headrace.errors import ModelError
 from headrace.kernels import block
-from headrace.policy.family import FamilyBody, Gated, RmsNorm, Rotate, attend_rectangle, call, unseen
+from headrace.policy.family import FamilyBody, Gated, RmsNorm, Rotate, adapter_of, attend_rectangle, call, unseen
 
 ROWS = 16  # products of fewer rows may use other instructions: this many set the standard
 TILE = 64  # keys come in multiples of it
@@ -241,7 +241,11 @@ class ExactBody(FamilyBody):
     _exact_angles = torch.empty(2, 0, 0)  # cos and sin of all positions so far, [2, positions, D]
 
     def _linear(self, module: Any, x: Tensor) -> Tensor:
-        return linear(x, module.weight, module.bias)
+        found = linear(x, module.weight, module.bias)
+        if adapter := adapter_of(module):
+            down, up, scale = adapter
+            found = found + linear(linear(x, down), up) * scale
+        return found
 
     def _mixture(self, mlp: Any, x: Tensor) -> Tensor:
         with ExactFunctions():

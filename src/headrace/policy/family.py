@@ -224,11 +224,11 @@ class FamilyBody:
             out = plan.rotate_and_attend(where[0], qkv, joined.heads, cos, sin, *where[1:])
         else:
             out = plan.attend(where[0], *block.rotate_heads(qkv, joined.heads, cos, sin), *where[1:])
-        out = block.linear(attention.o_proj, out.flatten(1))
+        out = block.linear(joined.out, out.flatten(1))
         x, h = block.add_norm(x, out, after.weight, after.variance_epsilon)
         if joined.gate_up is None:
             return x, self._mixture(layer.mlp, h)
-        return x, block.linear(layer.mlp.down_proj, block.linear(joined.gate_up, h, gated=True))
+        return x, block.linear(joined.down, block.linear(joined.gate_up, h, gated=True))
 
     def _angles(self, x: Tensor, positions_1T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin `[T, D]` of the positions (RoPE); on a GPU looked up in a table."""
@@ -251,13 +251,18 @@ class FamilyBody:
         found: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {}
         for layer, joined in zip(self._body.layers, self._joined, strict=True):
             matrices: dict[str, Any] = {"the attention's input": joined.qkv}
-            matrices["the attention's output"] = layer.self_attn.o_proj
+            matrices["the attention's output"] = joined.out
             if joined.gate_up is None:
                 found["the experts"] = partial(self._mixture, layer.mlp), joined.qkv.weight.shape[1]
             else:
-                matrices |= {"the gate": joined.gate_up, "the layer's output": layer.mlp.down_proj}
+                matrices |= {"the gate": joined.gate_up, "the layer's output": joined.down}
             for name, matrix in matrices.items():
                 rows, width = matrix.weight.shape
+                if matrix.adapters is not None:  # they add nothing to begin with, so their own product is checked
+                    found[f"adapters of {name}, {len(matrix.adapters)} x {width}"] = (
+                        partial(block.product, matrix.adapters, None),
+                        width,
+                    )
                 found[f"{name}, {rows} x {width}"] = partial(block.linear, matrix, gated=name == "the gate"), width
         return found
 
@@ -274,7 +279,10 @@ class _Joined:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = None if hasattr(mlp, "experts") else JoinedLinear([mlp.gate_proj, mlp.up_proj])
+        self.out = JoinedLinear([attention.o_proj])
+        is_mixture = hasattr(mlp, "experts")
+        self.gate_up = None if is_mixture else JoinedLinear([mlp.gate_proj, mlp.up_proj])
+        self.down = None if is_mixture else JoinedLinear([mlp.down_proj])
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
         self.heads = block.Heads(
             num=attention.q_proj.out_features // attention.head_dim,
@@ -295,10 +303,32 @@ class JoinedLinear:
         self.weight = _join([linear.weight for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = _join(biases) if biases else None
+        found = [adapter for linear in linears if (adapter := adapter_of(linear))]
+        self.adapters = _join([down for down, _, _ in found]) if found else None
+        self._ups = [(up, scale) for _, up, scale in found]
+
+    def adapted(self, found_TN: Tensor, low_TR: Tensor) -> Tensor:
+        """A product with what the adapters add, from their inner states; in place where there is no backward pass."""
+        parts = found_TN.split([len(up) for up, _ in self._ups], 1)
+        every = list(zip(parts, low_TR.chunk(len(parts), 1), self._ups, strict=True))
+        if torch.is_grad_enabled():
+            return torch.cat([torch.addmm(part, low, up.t(), alpha=scale) for part, low, (up, scale) in every], 1)
+        for part, low, (up, scale) in every:
+            part.addmm_(low, up.t(), alpha=scale)
+        return found_TN
+
+
+def adapter_of(linear: Any) -> tuple[Tensor, Tensor, float] | None:
+    """The two matrices of a layer's adapter, and the scale of their product."""
+    for name, scale in getattr(linear, "scaling", {}).items():
+        return linear.lora_A[name].weight, linear.lora_B[name].weight, scale
+    return None
 
 
 def _join(parts: list[Any]) -> Tensor:
     """The parts end to end. Each backward pass gives them their own rows of the gradient."""
+    if len(parts) == 1:
+        return parts[0]  # type: ignore[no-any-return]
     whole, sizes = torch.cat([part.detach() for part in parts]), [len(part) for part in parts]
     for part, view in zip(parts, whole.split(sizes), strict=True):
         part.data = view

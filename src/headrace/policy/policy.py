@@ -76,7 +76,6 @@ class Policy:
         if self.in_family:
             kind = ExactBody if exact and self.device.type != "cuda" else FamilyBody
             self._family = kind(self.body, self.routers.follow_again)
-            self._family.fits_kernels &= not self.adapted  # the kernels know no adapters
             if shards is not None:
                 self._family.go_through_modules()
         check_weights(self)
