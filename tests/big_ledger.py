@@ -216,7 +216,7 @@ def _rows(a: dict[str, np.ndarray], num_steps: int, rng: np.random.Generator) ->
             },
             **{"ratio_p01": 0.97, "ratio_p99": 1.03, "ratio_outside": 0.001 * noise[i, 0]},
             **{"clipped_share": 0.002 * noise[i, 1], "effective_samples": 1.0 - 0.01 * noise[i, 2]},
-            "value_loss": 0.0,
+            **{"value_loss": 0.0, "cached_share": 0.0, "turns_mean": 1.0, "environment_s": 0.0},
             "stage_s": {
                 **{"rollout": ROLLOUT_S, "reward": min(STEP_S, scored_s[i]), "reference": 0.0},
                 **{"train": TRAIN_S, "publish": PUBLISH_S},

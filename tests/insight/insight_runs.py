@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -137,7 +137,8 @@ def _row(step: int, generated_tokens: int) -> Row:
         "publish_bytes": 64,
         "stage_s": stage_s,
     }
-    return row_from_json(json.dumps(known))
+    others = {field.name: "NaN" for field in fields(Row) if field.type in (int, float)}
+    return row_from_json(json.dumps(others | known))
 
 
 def made_up_run(

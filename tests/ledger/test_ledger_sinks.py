@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from headrace.config import Config, LedgerSection
 from headrace.errors import MissingExtraError
-from headrace.ledger.journal import row_from_json, row_to_json
+from headrace.ledger.journal import row_from_json
 from headrace.ledger.sinks import open_sinks, scalars
 from headrace.measured import ROW_METRICS, Row, Sample
 
@@ -47,15 +47,6 @@ def test_every_number_of_a_row_is_declared_once():
     exported = [metric.exported or name for name, metric in ROW_METRICS.items()]
     assert len(set(labels)) == len(set(exported)) == len(ROW_METRICS)
     assert min(len(metric.help) for metric in ROW_METRICS.values()) > 0
-
-
-def test_a_number_that_an_older_ledger_lacks_reads_as_nan(make_row):
-    kept = json.loads(row_to_json(make_row(1)))
-    del kept["preemptions"], kept["ratio_p99"]
-    row = row_from_json(json.dumps(kept))
-    assert math.isnan(row.ratio_p99)
-    assert math.isnan(row.preemptions)
-    assert row.trained_tokens == make_row(1).trained_tokens
 
 
 def test_no_sinks_by_default(tmp_path):

@@ -142,10 +142,8 @@ def row_to_json(row: Row) -> str:
 
 
 def row_from_json(text: str) -> Row:
-    """The row that `row_to_json` wrote; numbers that its version did not have yet are NaN."""
-    numbers = (field.name for field in fields(Row) if field.type in (int, float))
-    data: dict[str, Any] = dict.fromkeys(numbers, math.nan)
-    data |= {name: _number(value) for name, value in json.loads(text).items()}
+    """The row that `row_to_json` wrote."""
+    data = {name: _number(value) for name, value in json.loads(text).items()}
     stage_s = {stage: _number(seconds) for stage, seconds in data.pop("stage_s").items()}
     return Row(stage_s=StageTimes(**stage_s), **data)
 
