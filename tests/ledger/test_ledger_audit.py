@@ -184,7 +184,7 @@ def test_a_process_that_dies_before_the_first_digest_leaves_clean_books(tmp_path
             Ledger.create(tmp_path)
     gc.collect()  # the connection that the "process" held
     with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection:
-        assert not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'digests'").fetchone()
+        assert not connection.execute("SELECT 1 FROM digests").fetchone()
     Ledger.reopen(tmp_path).close()
     with Ledger.open(tmp_path) as ledger:
         assert ledger.read("SELECT COUNT(*) FROM digests") == [(1,)]

@@ -16,9 +16,11 @@ from tiny_runs import Workshop, rows_of, same_bits, select, timeless, weights
 
 from headrace import api
 from headrace.ledger.files import prepare_run_dir
+from headrace.ledger.journal import read_partials
 from headrace.ledger.ledger import Amount, Ledger
 from headrace.measured import Row, Sample
 from headrace.runs.audit import audit, books
+from headrace.types import FinishReason
 
 STEPS = 8
 SETTINGS = (f"loop.steps={STEPS}", "recovery.every_steps=3")
@@ -129,14 +131,18 @@ def test_answers_under_way_go_on_from_their_tokens(workshop: Workshop):
     config = workshop.config("mid-answer", *SETTINGS, *long, "loop.steps=2", "rollout.max_running=5", reward="dense")
     run = workshop.directory / "mid-answer"
     assert not api.train(config, interrupt_after(1))["finished"]
-    partials = select(run, "SELECT serial, idx, spans FROM partials WHERE finish = 'abort' AND spans <> '[]'")
+    with Ledger.open(run) as ledger:
+        serials = [serial for (serial,) in ledger.read("SELECT DISTINCT serial FROM partials")]
+        under_way = [(serial, t) for serial in serials for t in read_partials(ledger.connection, serial)]
+    partials = [(serial, t) for serial, t in under_way if t.spans and t.finish is FinishReason.ABORT]
     assert partials, "some answers were under way"
     assert api.resume(run)["finished"]
     assert audit(run) == []
-    for serial, index, spans in partials:
-        found = select(run, f"SELECT spans FROM trajectories WHERE serial = {serial} AND idx = {index} AND attempt = 2")
-        for (later,) in found:
-            assert json.loads(later)[0][:2] == json.loads(spans)[0][:2], "it begins with the span it had"
+    for serial, known in partials:
+        of = f"serial = {serial} AND idx = {known.index} AND attempt = 2"
+        for (later,) in select(run, f"SELECT spans FROM trajectories WHERE {of}"):
+            first = known.spans[0]
+            assert json.loads(later)[0][:2] == [first.version, first.start], "it begins with the span it had"
     lost = books(run).dropped.get("redone", Amount())
     assert lost.tokens == 0, "an interrupt loses nothing"
 

@@ -20,7 +20,7 @@ from typing import IO
 from headrace import __version__
 from headrace.errors import RunError
 
-SCHEMA_VERSION = "3"
+SCHEMA_VERSION = "4"
 SCHEMA = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8")
 SOURCE, DROPPED = "generated", "dropped:"  # an account, and the beginning of the names of others
 FILE_NAME = "ledger.sqlite"

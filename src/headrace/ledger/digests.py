@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-TABLE = """CREATE TABLE IF NOT EXISTS digests (
-    id INTEGER PRIMARY KEY, step INTEGER NOT NULL, head TEXT NOT NULL, changes TEXT NOT NULL)"""
 LAST = "SELECT id, head FROM digests ORDER BY id DESC LIMIT 1"
 
 
@@ -26,7 +24,6 @@ class Digests:
         self.noted: dict[Any, tuple[Any, ...]] = {}  # table, key and columns, by the first two; none if deleted
         connection.create_function("note", -1, lambda *row: self.noted.__setitem__(row[:2], row))
         connection.execute("BEGIN IMMEDIATE")  # a process that dies leaves all of it, or nothing
-        connection.execute(TABLE)
         is_new = connection.execute(LAST).fetchone() is None
         for table, key, columns in tables(connection):
             for event, row in (("INSERT", "NEW"), ("UPDATE", "NEW"), ("DELETE", "OLD")):

@@ -1,14 +1,14 @@
 """What the database stores of a trajectory and of a row.
 
-A trajectory has columns, and its tokens are safetensors (no pickle). Sampled tokens may lie
-anywhere in it, in several pieces: the column `spans` and the stored mask say where. A row is JSON;
-numbers that JSON lacks (a loss may be NaN) are the strings "NaN" and "Infinity".
+A trajectory has columns for those who query them, and is kept whole as safetensors (no pickle): its
+arrays, and the rest as JSON among them. A row is JSON; numbers that JSON lacks (a loss may be NaN)
+are the strings "NaN" and "Infinity".
 """
 
 import json
 import math
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -20,12 +20,7 @@ from headrace.types import FinishReason, Replay, Segment, Span, Timing, Trajecto
 
 _ARRAYS = ("token_ids", "sampled", "logprobs")
 _REPLAYED = ("support_ids", "support_offsets", "routes")
-_VERDICT = ("verdict_s", "verdict_output", "verdict_failure")
-_TURN = tuple(field.name for field in fields(Turn))  # new ones come last
-_TIMES = ("submitted_s", "started_s", "finished_s")
-# what `_trajectory` reads; a partial trajectory has no verdict yet
-_PARTIAL = ("id", "prompt_id", "idx", "finish", "spans", *_TIMES)
-_WHOLE = (*_PARTIAL, "scored_s", "reward", "reward_parts")
+_REST = tuple(f.name for f in fields(Trajectory) if f.name not in (*_ARRAYS, "replay"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ def columns(trajectory: Trajectory) -> dict[str, Any]:
         "finish": str(t.finish),
         "spans": json.dumps(spans),
         "oldest_version": int(t.oldest_version) if t.spans else None,
-        **{name: getattr(t.timing, name) for name in (*_TIMES, "scored_s")},
+        **asdict(t.timing),
     }
 
 
@@ -69,69 +64,55 @@ def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]
 
 
 def encode(trajectory: Trajectory) -> bytes:
-    """Everything of a trajectory that has no column of its own."""
-    t, texts = trajectory, {"text": trajectory.text.encode(errors="surrogatepass")}
+    t, rest = trajectory, {name: getattr(trajectory, name) for name in _REST}
     arrays = {name: getattr(t, name) for name in _ARRAYS}
     arrays |= {name: getattr(t.replay, name, None) for name in _REPLAYED}
-    if t.turns:
-        turns = [[getattr(turn, name) for name in _TURN] for turn in t.turns]
-        texts["turns"] = json.dumps(turns, allow_nan=False).encode()
-    if t.segments:
-        arrays["segments"] = np.array([(segment.start, segment.after) for segment in t.segments])
-    if verdict := {name: getattr(t, name) for name in _VERDICT if getattr(t, name)}:
-        texts["verdict"] = json.dumps(plain(verdict)).encode()
-    arrays |= {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
+    text = json.dumps(rest, default=_as_json, ensure_ascii=False)
+    arrays["rest"] = np.frombuffer(text.encode(errors="surrogatepass"), np.uint8)
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None})
 
 
+def _as_json(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    return {name: getattr(value, name) for name in value.__slots__}  # several times faster than `asdict`
+
+
+def decode(data: bytes) -> Trajectory:
+    """Inverse of `encode`."""
+    arrays: Mapping[str, Any] = load(data)
+    replayed = {name: arrays[name] for name in _REPLAYED if name in arrays}
+    rest = json.loads(arrays["rest"].tobytes().decode(errors="surrogatepass"))
+    turns = (t | {"finish": FinishReason(t["finish"]), "replies": tuple(t["replies"])} for t in rest["turns"])
+    rest |= {name: arrays[name] for name in _ARRAYS}
+    rest |= {
+        "spans": tuple(Span(**span) for span in rest["spans"]),
+        "finish": FinishReason(rest["finish"]),
+        "timing": Timing(**rest["timing"]),
+        "replay": Replay(**replayed) if replayed else None,
+        "turns": tuple(Turn(**turn) for turn in turns),
+        "segments": tuple(Segment(**segment) for segment in rest["segments"]),
+    }
+    return Trajectory(**rest)
+
+
 def read_trajectories(connection: sqlite3.Connection, where: str, values: Iterable[Any]) -> list[Trajectory]:
-    """Trajectories that the condition `where` on `trajectories t` selects, with tokens."""
+    """Trajectories that the condition `where` on `trajectories t` selects."""
     tables = "trajectories t JOIN journal j ON j.trajectory_id = t.id"
-    return _read(connection, _WHOLE, f"{tables} WHERE {where} ORDER BY t.serial, t.idx", values)
+    found = connection.execute(f"SELECT data FROM {tables} WHERE {where} ORDER BY serial, idx", tuple(values))
+    return [decode(data) for (data,) in found]
 
 
 def read_partials(connection: sqlite3.Connection, serial: int) -> list[Trajectory]:
     where = "serial = ?1 AND idx NOT IN (SELECT idx FROM trajectories WHERE serial = ?1)"
-    return _read(connection, _PARTIAL, f"partials t WHERE {where} ORDER BY idx", (serial,))
-
-
-def _read(connection: sqlite3.Connection, names: Sequence[str], of: str, values: Iterable[Any]) -> list[Trajectory]:
-    query = f"SELECT {', '.join(f't.{name}' for name in names)}, data FROM {of}"
-    found = connection.execute(query, tuple(values))
-    return [_trajectory(dict(zip((*names, "data"), row, strict=True))) for row in found]
+    found = connection.execute(f"SELECT data FROM partials WHERE {where} ORDER BY idx", (serial,))
+    return [decode(data) for (data,) in found]
 
 
 def write_partial(connection: sqlite3.Connection, serial: int, t: Trajectory) -> None:
     """Store a partial trajectory, in place of an earlier state of it."""
-    known = columns(t)
-    values = {name: known[name] for name in _PARTIAL} | {"serial": serial, "data": encode(t)}
-    connection.execute("DELETE FROM partials WHERE serial = ? AND idx = ?", (serial, known["idx"]))
-    insert(connection, "partials", values)
-
-
-def _trajectory(values: Mapping[str, Any]) -> Trajectory:
-    arrays: Mapping[str, Any] = load(values["data"])
-    replayed = {name: arrays[name] for name in _REPLAYED if name in arrays}
-    kept = json.loads(arrays["turns"].tobytes()) if "turns" in arrays else []
-    turns = (dict(zip(_TURN, turn, strict=False)) for turn in kept)
-    turns = (t | {"finish": FinishReason(t["finish"]), "replies": tuple(t["replies"])} for t in turns)
-    segments = arrays["segments"].tolist() if "segments" in arrays else []
-    return Trajectory(
-        id=values["id"],
-        prompt_id=values["prompt_id"],
-        index=values["idx"],
-        **{name: arrays[name] for name in _ARRAYS},
-        spans=tuple(Span(version=v, start=a, end=b) for v, a, b in json.loads(values["spans"])),
-        finish=FinishReason(values["finish"]),
-        text=arrays["text"].tobytes().decode(errors="surrogatepass"),
-        timing=Timing(**{name: values[name] for name in _TIMES}, scored_s=values.get("scored_s")),
-        reward=values.get("reward"),
-        reward_parts=json.loads(values.get("reward_parts", "{}")),
-        **json.loads(arrays["verdict"].tobytes() if "verdict" in arrays else "{}"),
-        replay=Replay(**replayed) if replayed else None,
-        turns=tuple(Turn(**turn) for turn in turns),
-        segments=tuple(Segment(start=start, after=after) for start, after in segments),
-    )
+    values = int(serial), int(t.index), encode(t)
+    connection.execute("INSERT OR REPLACE INTO partials VALUES (?, ?, ?)", values)
 
 
 # ---- rows

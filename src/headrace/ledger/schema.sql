@@ -79,13 +79,6 @@ CREATE UNIQUE INDEX attempts_one_open ON attempts (serial) WHERE state = 'open';
 CREATE TABLE partials (
     serial INTEGER NOT NULL,
     idx INTEGER NOT NULL,
-    id TEXT NOT NULL,
-    prompt_id TEXT NOT NULL,
-    finish TEXT NOT NULL,
-    spans TEXT NOT NULL,
-    submitted_s REAL NOT NULL,
-    started_s REAL NOT NULL,
-    finished_s REAL NOT NULL,
     data BLOB NOT NULL,
     PRIMARY KEY (serial, idx)
 );
@@ -132,6 +125,9 @@ CREATE TABLE spans (
     detail TEXT NOT NULL
 );
 CREATE INDEX spans_by_end ON spans (end_s);
+
+-- Of each transaction: which rows it changed, with their digests, and the head of a chain over all so far.
+CREATE TABLE digests (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, head TEXT NOT NULL, changes TEXT NOT NULL);
 
 INSERT INTO accounts VALUES ('generated', 0, 0), ('in_flight', 0, 0), ('buffered', 0, 0), ('trained', 0, 0);
 

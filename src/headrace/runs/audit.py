@@ -78,11 +78,9 @@ def _damages(connection: sqlite3.Connection) -> Iterator[str]:
 
 def _not_of_the_run(run_dir: Path, connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
     """Rows that are not as the run wrote them, and checkpoints of other books."""
-    if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'digests'").fetchone():
-        return  # an older release kept none
     yield from digests.problems(connection)
     for manifest in sorted((run_dir / CHECKPOINTS).glob("step-*/manifest.json")):
-        with suppress(OSError, ValueError, KeyError):  # a damaged one is not used; an older release told no books
+        with suppress(OSError, ValueError, KeyError):  # a damaged one is not used
             id, head = json.loads(manifest.read_text(encoding="utf-8"))["facts"]["books"]
             if connection.execute("SELECT 1 FROM digests WHERE (id, head) = (?, ?)", (id, head)).fetchone() is None:
                 yield "checkpoints", f"the checkpoint {manifest.parent.name} belongs to other books"

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
-from safetensors.numpy import load
 from tokenizers import Tokenizer
 
 from headrace.config import DEMOS
 from headrace.config_file import read_toml
 from headrace.errors import RunError
 from headrace.ledger.files import START, WEIGHTS, read_summary, run_config
-from headrace.ledger.journal import Restart, read_trajectories
+from headrace.ledger.journal import Restart, decode, read_trajectories
 from headrace.ledger.ledger import Amount, Books, Ledger
 from headrace.runs.columns import one, reading
 from headrace.runs.facts import RunFacts, RunState, UnknownNameError
@@ -245,7 +244,7 @@ def read_texts(connection: sqlite3.Connection, ids: Sequence[str]) -> dict[str, 
     found = {}
     for id, data in connection.execute(_JOURNAL, (json.dumps(ids),)):
         with contextlib.suppress(SafetensorError, KeyError, ValueError, TypeError):
-            found[id] = load(data)["text"].tobytes().decode(errors="surrogatepass")
+            found[id] = decode(data).text
     return found
 
 
