@@ -148,7 +148,7 @@ def _decode_once(engine: Engine, bench: Bench, seed: int) -> dict[str, float]:
 
     def decode(until: Callable[[], bool]) -> None:
         while not until():
-            if engine.preemptions or not engine.has_work:
+            if engine.counts.preemptions or not engine.has_work:
                 raise RuntimeError(f"{sizes.sequences} sequences of {sizes.context} tokens never ran at the same time")
             engine.step()  # returns when its tokens are on the host
 
@@ -258,7 +258,7 @@ def job_headrace(bench: Bench, limits: list[int]) -> dict[str, Any]:
         "share_of_limit": spread([floor_s / s for s in seconds]),
         "tail_time_share": spread([run["tail_s"] / run["seconds"] for run in runs[1:]]),
         "tail_token_share": _tail_token_share(limits),
-        "preemptions": engine.preemptions,
+        "preemptions": engine.counts.preemptions,
         "peak_bytes": peak_bytes(bench.device),
     }
 

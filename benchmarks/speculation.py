@@ -108,7 +108,7 @@ class Contender:
         self.answers |= {g.id: g.token_ids.tolist() for g in finished}
 
     def _counts(self) -> np.ndarray:
-        return np.array([self.engine.num_drafts, self.engine.drafted_tokens, self.engine.accepted_tokens])
+        return np.array([self.engine.num_drafts, self.engine.counts.drafted_tokens, self.engine.counts.accepted_tokens])
 
     def result(self) -> Result:
         """Of one race."""

@@ -33,9 +33,9 @@ class StageTimes:
         return max(STAGES, key=lambda stage: float(getattr(self, stage)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EngineCounts:
-    """What engines did since they started."""
+    """What engines did since they started. An engine goes on counting in its own; all else are copies."""
 
     computed_tokens: int = 0  # of prompts and answers: while it grows, engines make progress
     preemptions: int = 0  # times a sequence gave up its cache for others

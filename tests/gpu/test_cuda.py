@@ -144,7 +144,7 @@ def test_drafts_do_not_change_what_is_sampled(make_policy: Callable[..., Policy]
         found.append({})
         while engine.has_work:
             found[-1] |= {g.id: g for g in engine.advance()}
-        assert (engine.accepted_tokens > 100) == (speculate > 0)
+        assert (engine.counts.accepted_tokens > 100) == (speculate > 0)
     plain, drafted = found
     for id, generation in drafted.items():
         np.testing.assert_array_equal(generation.token_ids, plain[id].token_ids)

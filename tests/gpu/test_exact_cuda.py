@@ -123,7 +123,7 @@ def test_turns_go_on_from_the_pages_of_earlier_ones(make_policy: Callable[..., P
     played = play(engine, num_sessions=5, num_turns=4, told=61)
     assert_as_from_scratch(make, played)
     first = sum(len(question[0]) for id, (question, _) in played.items() if id.endswith("#1"))
-    assert engine.prompt_tokens - engine.cached_tokens == first + 5 * 3 * (61 + 1)
+    assert engine.counts.prompt_tokens - engine.counts.cached_tokens == first + 5 * 3 * (61 + 1)
     engine.forget({f"s{i}" for i in range(5)})
     engine.step()
     assert engine._store.pages.num_free == engine._store.num_pages

@@ -96,7 +96,7 @@ def test_a_parked_row_is_computed_again_with_the_experts_it_had(make_policy: Mak
         perturb(policy, 1)
         engine.weights_changed(1)
     early |= finish(engine)
-    assert engine.preemptions == 2
+    assert engine.counts.preemptions == 2
     for id, generation in early.items():
         np.testing.assert_array_equal(recorded(generation)[: len(had[id])], had[id])
         if not new_weights:

@@ -42,7 +42,7 @@ def squeezed(policy: Policy, **changes: object) -> Engine:
     engine, store = tight_engine(policy, 12 * 64, **changes)
     for group in GROUPS:
         engine.submit(*group)
-    while not engine.preemptions:
+    while not engine.counts.preemptions:
         assert not engine.advance(max_steps=1)
     assert len(store.tables.rows) == len(engine._rows)
     return engine
@@ -52,7 +52,7 @@ def test_preempted_sequences_come_to_what_they_would_have_come_to(policy: Policy
     roomy = run(make_engine(policy), *GROUPS)
     engine, store = tight_engine(policy, 12 * 64)
     found = run(engine, *GROUPS)
-    assert engine.preemptions >= 2
+    assert engine.counts.preemptions >= 2
     assert found.keys() == roomy.keys()
     for id, generation in found.items():
         assert_same(generation, roomy[id])
@@ -83,13 +83,13 @@ def test_a_released_cache_is_made_again_and_every_answer_goes_on(policy: Policy)
     for id, generation in found.items():
         assert_same(generation, undisturbed[id])
     assert engine.sampled_tokens == sum(len(g.token_ids) for g in found.values())
-    assert engine.preemptions == 0, "the cache was not too small"
+    assert engine.counts.preemptions == 0, "the cache was not too small"
 
 
 def test_the_first_token_is_announced_once(policy: Policy):
     engine, _ = tight_engine(policy, 12 * 64)
     run(engine, *GROUPS)
-    assert engine.preemptions
+    assert engine.counts.preemptions
     assert sorted(id for id, _ in engine.begun) == sorted(IDS)
 
 
@@ -116,7 +116,7 @@ def test_the_experts_of_a_mixture_survive(make_policy: Callable[..., Policy]):
     roomy = run(make_engine(policy), *GROUPS)
     engine, _ = tight_engine(policy, 12 * 64)
     found = run(engine, *GROUPS)
-    assert engine.preemptions
+    assert engine.counts.preemptions
     aborting = squeezed(policy)
     aborting.abort(IDS)
     for id, generation in found.items():
@@ -170,7 +170,7 @@ def test_a_prompt_half_computed_makes_room_before_any_answer(policy: Policy):
         found |= {g.id: g for g in engine.advance(max_steps=1)}
         computed.append(sum(f.done for f in [*engine._prefilling, *engine._waiting] if len(f.prompt) == 300))
     assert any(before and not after for before, after in pairwise(computed[:-30])), "it had to begin again"
-    assert engine.preemptions == 0, "and no answer had to go"
+    assert engine.counts.preemptions == 0, "and no answer had to go"
     assert_right(stock_model(policy), [old, new], found)
     assert store.tables.pages.num_free == 15
 

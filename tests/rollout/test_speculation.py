@@ -81,8 +81,8 @@ LOOPING = Sampling(max_new_tokens=90, temperature=0.05)
 )
 def test_the_output_is_what_it_is_without_drafts(policy: Policy, sampling: Sampling):
     engine, _ = both(policy, groups(sampling))
-    assert engine.accepted_tokens > 200
-    assert engine.accepted_tokens <= engine.drafted_tokens
+    assert engine.counts.accepted_tokens > 200
+    assert engine.counts.accepted_tokens <= engine.counts.drafted_tokens
 
 
 @pytest.mark.usefixtures("endless")
@@ -91,7 +91,7 @@ def test_the_output_is_what_it_is_without_drafts(policy: Policy, sampling: Sampl
 )
 def test_other_architectures_too(make_policy: Maker, architecture: str, changes: dict[str, Any]):
     engine, _ = both(make_policy(architecture, **changes), groups(LOOPING, count=2))
-    assert engine.accepted_tokens > 50
+    assert engine.counts.accepted_tokens > 50
 
 
 @pytest.mark.usefixtures("endless")
@@ -103,7 +103,7 @@ def test_kinds_of_sampling_side_by_side(policy: Policy):
         replace(LOOPING, temperature=0.3, top_p=0.7),
     ]
     engine, found = both(policy, [(prompt_ids(9), requests("mixed", kinds * 2))])
-    assert engine.accepted_tokens > 100
+    assert engine.counts.accepted_tokens > 100
     assert sum(g.replay is not None for g in found.values()) == 2
 
 
@@ -115,12 +115,12 @@ def test_answers_end_where_they_do_without_drafts(policy: Policy):
     late = [g.token_ids[60:62] for g in free.values() if len(g.token_ids) > 80]
     stop = tuple({policy.tokenizer.decode(tokens) for tokens in late[::3]})
     engine, found = both(policy, groups(replace(sampling, stop=stop), samples=4))
-    assert engine.accepted_tokens > 100
+    assert engine.counts.accepted_tokens > 100
     assert {g.finish for g in found.values()} >= {FinishReason.STOP, FinishReason.LENGTH}
 
     policy.eos_ids = frozenset({int(late[0][0]), int(late[-1][1])})  # type: ignore[misc]
     engine, found = both(policy, work)
-    assert engine.accepted_tokens > 100
+    assert engine.counts.accepted_tokens > 100
     assert {g.finish for g in found.values()} >= {FinishReason.EOS, FinishReason.LENGTH}
 
 
@@ -146,8 +146,8 @@ def test_a_row_that_made_room_goes_on(policy: Policy):
             with torch.inference_mode():
                 engine._make_room()
         found |= {g.id: g for g in engine.advance(max_steps=1)}
-    assert engine.preemptions > 3
-    assert engine.accepted_tokens > 50
+    assert engine.counts.preemptions > 3
+    assert engine.counts.accepted_tokens > 50
     for id, generation in plain.items():
         assert_same(found[id], generation, atol=1e-4)
 
@@ -183,7 +183,7 @@ def test_an_update_under_way(make_policy: Maker, on_update: str):
         found |= {g.id: g for g in engine.advance(max_steps=1)}
         if not engine.has_work:
             break
-    assert engine.accepted_tokens > 50
+    assert engine.counts.accepted_tokens > 50
     for prompt, members in work:
         for request in members:
             generation = found[request.id]
@@ -208,7 +208,7 @@ def test_an_update_that_changes_nothing_changes_nothing(policy: Policy):
         engine.weights_changed(version)
         if not engine.has_work:
             break
-    assert engine.accepted_tokens > 50
+    assert engine.counts.accepted_tokens > 50
     for id, generation in plain.items():
         np.testing.assert_array_equal(found[id].token_ids, generation.token_ids)
         assert found[id].spans[-1].end == generation.spans[-1].end
@@ -226,13 +226,13 @@ def test_an_answer_that_repeats_itself_takes_few_steps(policy: Policy):
         engine.step()
         steps += 1
     assert steps < 150
-    assert engine.accepted_tokens / engine.num_drafts > 3
+    assert engine.counts.accepted_tokens / engine.num_drafts > 3
 
 
 def test_random_answers_are_hardly_drafted(policy: Policy):
     engine = make_engine(policy, speculate=8, max_running=64)
     run(engine, *groups(Sampling(max_new_tokens=60), count=8, samples=8))
-    assert engine.drafted_tokens < 0.02 * engine.sampled_tokens
+    assert engine.counts.drafted_tokens < 0.02 * engine.sampled_tokens
 
 
 def sequence(rows: Rows, prompt: Any, tokens: Any, name: str, limit: int = 1000) -> int:
@@ -352,4 +352,4 @@ def test_drafts_are_judged_up_to_the_first_wrong_token():
 def test_speculation_is_off_unless_asked_for(policy: Policy):
     engine = make_engine(policy)
     finish(engine, [(0, *group) for group in groups(LOOPING, count=1)])
-    assert engine.drafted_tokens == 0
+    assert engine.counts.drafted_tokens == 0

@@ -28,20 +28,20 @@ def test_only_the_new_tokens_of_a_turn_are_computed(make_policy: Callable[..., P
     contexts = [len(question[0]) for question, _ in played.values()]
     # of an earlier turn everything is cached but its newest token, which was no input yet
     new = [7 + 1 if int(id.partition("#")[2]) > 1 else len(question[0]) for id, (question, _) in played.items()]
-    assert engine.prompt_tokens == sum(contexts)
-    assert engine.cached_tokens == sum(contexts) - sum(new)
+    assert engine.counts.prompt_tokens == sum(contexts)
+    assert engine.counts.cached_tokens == sum(contexts) - sum(new)
 
 
 def test_a_branch_goes_on_from_what_it_shares_with_an_earlier_turn(make_policy: Callable[..., Policy]):
     policy = make_policy(exact=True)
     engine = make_engine(policy)
     played = play(engine, num_sessions=1, num_turns=2)
-    cached = engine.cached_tokens
+    cached = engine.counts.cached_tokens
     first = played["0#1"][0][0]
     edited = np.concatenate([first[:15], words(12, 5)])
     question = asked(0, 9, edited)
     (answer,) = run(engine, question).values()
-    assert engine.cached_tokens - cached == 15
+    assert engine.counts.cached_tokens - cached == 15
     assert_as_from_scratch(partial(make_engine, policy), {"0#9": (question, answer)})
 
 
@@ -54,8 +54,8 @@ def test_what_goes_on_is_kept_longer_than_other_branches_of_its_episode(policy: 
     for turn in (4, 5, 6):
         before, context = len(context) + len(main.token_ids), np.concatenate([context, main.token_ids, words(60, turn)])
         (main,) = run(engine, asked(0, turn, context)).values()
-        assert engine.cached_tokens - cached == before - 1
-        cached = engine.cached_tokens
+        assert engine.counts.cached_tokens - cached == before - 1
+        cached = engine.counts.cached_tokens
 
 
 def test_short_chunks_attend_together_unless_most_of_that_is_padding(policy: Policy):
@@ -88,8 +88,8 @@ def test_what_was_kept_goes_before_anybody_is_preempted(make_policy: Callable[..
         engine, store = tight_engine(policy, kv_tokens)
         played = play(engine, num_sessions=4, num_turns=4, told=30)
         assert_as_from_scratch(partial(make_engine, policy), played)
-        assert engine.preemptions == 0
-        assert 0 <= engine.cached_tokens < engine.prompt_tokens
+        assert engine.counts.preemptions == 0
+        assert 0 <= engine.counts.cached_tokens < engine.counts.prompt_tokens
     engine.forget({"s0", "s1", "s2", "s3"})
     engine.step()
     assert store.tables.pages.num_free == store.tables.num_pages
@@ -107,7 +107,7 @@ def test_an_update_of_the_weights_decides_about_the_cache_as_within_an_answer(
     engine.weights_changed(1)
     question = asked(0, 2, np.concatenate([context, first.token_ids, words(5)]))
     (second,) = run(engine, question).values()
-    assert engine.cached_tokens == (30 + 9 - 1 if is_kept else 0)
+    assert engine.counts.cached_tokens == (30 + 9 - 1 if is_kept else 0)
     assert {span.version for span in second.spans} == {1}
     if not is_kept:
         assert_as_from_scratch(partial(make_engine, policy), {"0#2": (question, second)})
@@ -120,5 +120,5 @@ def test_episodes_that_ask_one_by_one_for_the_same_prompt_share_its_prefill(poli
         engine.submit(*asked(session, 1, prompt))
     found = run(engine)
     assert len(found) == 6
-    assert engine.prompt_tokens == 40
+    assert engine.counts.prompt_tokens == 40
     assert len({tuple(g.token_ids.tolist()) for g in found.values()}) > 1

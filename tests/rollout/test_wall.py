@@ -57,14 +57,14 @@ def test_what_is_not_counted_takes_the_time_it_needs(policy: Policy, on_wall: st
     quiet = [(prompt, [replace(r, counted=False) for r in members]) for prompt, members in [*LONG, *SHORT]]
     engine, found = drive(policy, quiet, max_wall_s=10, on_wall=on_wall, max_running=2)
     assert {g.finish for g in found.values()} == {FinishReason.LENGTH}
-    assert engine.parks == 0
+    assert engine.counts.parks == 0
 
 
 def test_parked_answers_make_room_and_come_to_what_they_would_have_come_to(policy: Policy):
     plain_engine, plain = drive(policy, [*LONG, *SHORT], max_running=2)
     engine, found = drive(policy, [*LONG, *SHORT], max_running=2, max_wall_s=10, on_wall="park")
-    assert (plain_engine.parks, engine.preemptions) == (0, 0)
-    assert engine.parks >= 2
+    assert (plain_engine.counts.parks, engine.counts.preemptions) == (0, 0)
+    assert engine.counts.parks >= 2
     assert most_at_once({id: g for id, g in found.items() if id.startswith("short")}) == 2
     for id, generation in found.items():
         assert_same(generation, plain[id])
@@ -76,7 +76,7 @@ def test_parked_answers_make_room_and_come_to_what_they_would_have_come_to(polic
 
 def test_nobody_is_parked_while_nobody_waits(policy: Policy):
     engine, _ = drive(policy, LONG, max_running=2, max_wall_s=10, on_wall="park")
-    assert engine.parks == 0
+    assert engine.counts.parks == 0
 
 
 def test_nobody_is_parked_for_those_that_only_wait_for_their_prompts_pass(policy: Policy):
@@ -85,7 +85,7 @@ def test_nobody_is_parked_for_those_that_only_wait_for_their_prompts_pass(policy
     engine = make_engine(policy, max_running=64, prefill_tokens=5, max_wall_s=10, on_wall="park", clock=clock)
     crowd = [(prompt_ids(9, i), requests(f"crowd{i}", [Sampling(max_new_tokens=8)])) for i in range(20)]
     found = finish(engine, [(0, *LONG[0]), *((15, *group) for group in crowd)], clock)
-    assert engine.parks == 0
+    assert engine.counts.parks == 0
     assert_right(stock_model(policy), [LONG[0], *crowd], found)
 
 
@@ -94,13 +94,13 @@ def test_long_answers_take_turns_and_none_starves(policy: Policy):
     engine, found = drive(policy, groups, max_running=2, max_wall_s=10, on_wall="park")
     assert max(g.started_s for g in found.values()) <= 30, "each began before any had twice its turn"
     assert_right(stock_model(policy), groups, found)
-    assert engine.parks <= 5 * 6, "each turn lasts as long as it should"
+    assert engine.counts.parks <= 5 * 6, "each turn lasts as long as it should"
 
 
 def test_a_group_waits_for_as_many_rows_as_it_needs(policy: Policy):
     pair = (prompt_ids(9), requests("pair", [Sampling(max_new_tokens=8)] * 2))
     engine, found = drive(policy, [*LONG, pair], max_running=2, max_wall_s=10, on_wall="park")
-    assert engine.parks >= 2
+    assert engine.counts.parks >= 2
     assert found["pair/0"].started_s <= 13
     assert_right(stock_model(policy), [*LONG, pair], found)
 
@@ -110,7 +110,7 @@ def test_a_parked_answer_goes_on_under_a_newer_version_with_its_spans(make_polic
     engine = make_engine(policy, max_running=2, max_wall_s=10, on_wall="park", clock=clock)
     for group in [*LONG, *SHORT]:
         engine.submit(*group)
-    while not engine.parks:
+    while not engine.counts.parks:
         clock.now += 1
         assert not engine.advance(max_steps=1)
     parked = {f.requests[0].id: len(f.parked.sampled) for f in engine._waiting if f.parked is not None}
@@ -126,7 +126,7 @@ def test_an_abort_of_a_parked_answer_keeps_what_it_sampled(policy: Policy):
     engine = make_engine(policy, max_running=2, max_wall_s=10, on_wall="park", clock=clock)
     for group in [*LONG, *SHORT]:
         engine.submit(*group)
-    while not engine.parks:
+    while not engine.counts.parks:
         clock.now += 1
         engine.advance(max_steps=1)
     engine.abort({r.id for _, members in [*LONG, *SHORT] for r in members})

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.config import Config
 from headrace.errors import ConfigError
@@ -114,7 +114,7 @@ class RolloutWorker:
             begun=begun,
             finished=finished,
             spans=() if self._shares_policy else tuple(self._clock.drain()),
-            counts=self.engine.counts,
+            counts=replace(self.engine.counts),
             under_way=under_way,
             notes=notes,
         )

@@ -10,7 +10,7 @@ sequences are rows 0..n-1 of the KV cache (store.py).
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self
@@ -77,13 +77,8 @@ class Engine:
         self.notes: list[str] = []  # for the user
         self.begun: deque[tuple[str, int]] = deque()  # requests with a first token, and its version
         self.sampled_tokens = 0  # in total, of requests that are `counted`
-        self.computed_tokens = 0  # prompts and answers in total: progress
-        self.preemptions = 0  # sequences preempted because the cache was full
-        self.parks = 0  # sequences preempted at `max_wall_s`
-        self.limit_s = 0.0  # of decoding, see `EngineCounts`
+        self.num_drafts, self.counts = 0, EngineCounts()
         self._weight_bytes = sum(p.numel() * p.element_size() for p in policy.model.parameters())
-        self.num_drafts = self.drafted_tokens = self.accepted_tokens = 0
-        self.prompt_tokens = self.cached_tokens = 0  # of prompts, and of those served from cache
         if speculate and policy.exact and policy.device.type != "cuda":
             told = "speculative decoding on a CPU is not batch-invariant; set rollout.speculate = 0"
             raise ConfigError(f"model.exact = true and rollout.speculate = {speculate}: {told}")
@@ -118,10 +113,6 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return bool(self._inbox or self._waiting or self._prefilling or len(self._rows))
-
-    @property
-    def counts(self) -> EngineCounts:
-        return EngineCounts(**{f.name: getattr(self, f.name) for f in fields(EngineCounts)})
 
     # ---- called from the device thread
 
@@ -166,7 +157,7 @@ class Engine:
     @torch.inference_mode()
     def release_cache(self) -> None:
         """Free the KV cache until there is work again; running sequences are preempted."""
-        self.preemptions -= len(self._rows)  # the cache is not full
+        self.counts.preemptions -= len(self._rows)  # the cache is not full
         while self._kept or self._prefilling or len(self._rows):
             self._make_room()
         vars(self).pop("_store", None)
@@ -258,7 +249,7 @@ class Engine:
         complete = [g for g in self._prefilling if g.done == len(g.prompt)]
         self._prefilling = self._prefilling[len(complete) :]
         self._start(complete, last_hidden)
-        self.computed_tokens += int(ends[-1])
+        self.counts.computed_tokens += int(ends[-1])
         return budget
 
     def _start(self, complete: list[_PromptGroup], last_hidden: torch.Tensor) -> None:
@@ -270,8 +261,8 @@ class Engine:
                 self._rows.resume(group.parked, self.clock(), routes)
             else:
                 self._rows.add(group.prompt, group.requests, self.clock(), routes)
-                self.prompt_tokens += len(group.prompt)
-                self.cached_tokens += group.cached
+                self.counts.prompt_tokens += len(group.prompt)
+                self.counts.cached_tokens += group.cached
                 self.begun.extend((r.id, self.version) for r in group.requests)
                 if self._drafter is not None:
                     self._drafter.read(group.prompt)
@@ -287,7 +278,7 @@ class Engine:
         while not (steps := self._room_for(wanted)):
             self._make_room()
         read_bytes = self._weight_bytes + kv_bytes_per_token(self.policy) * int(self._rows.lengths.sum())
-        self.limit_s += steps * read_bytes / limits(self.policy.device)[1]
+        self.counts.limit_s += steps * read_bytes / limits(self.policy.device)[1]
         drafts, rows = None, self._rows
         if self._drafter is not None and not any(s.request.sampling.grammar for s in rows.sequences):
             drafts = self._drafter.propose(rows, steps)
@@ -297,8 +288,8 @@ class Engine:
             return steps
         burst = drafts.accepted(self._store.decode(*drafts.cells, drafts.inputs(rows.last_tokens), 1))
         self.num_drafts += int(np.count_nonzero(drafts.counts))
-        self.drafted_tokens += int(drafts.counts.sum())
-        self.accepted_tokens += int((burst.counts - 1).sum())
+        self.counts.drafted_tokens += int(drafts.counts.sum())
+        self.counts.accepted_tokens += int((burst.counts - 1).sum())
         self._record(burst, 0)
         return 1
 
@@ -320,7 +311,7 @@ class Engine:
             self._waiting.appendleft(group)
         else:
             self._waiting.appendleft(_PromptGroup.of(self._remove(self._rows.youngest())))
-            self.preemptions += 1
+            self.counts.preemptions += 1
 
     def _enforce_max_wall_s(self) -> None:
         """Cut the sequences that reached `max_wall_s`; or park (preempt) them while others wait."""
@@ -333,7 +324,7 @@ class Engine:
         while (rows := overdue()) and self._admit() and self._waiting[0] not in parked:
             parked.append(_PromptGroup.of(replace(self._remove(rows[0]), decoded_s=0.0)))
             self._waiting.append(parked[-1])
-        self.parks += len(parked)
+        self.counts.parks += len(parked)
 
     def _record(self, burst: Burst, first: int) -> None:
         """Record the sampled tokens of rows `first`.., and finish the rows that are done."""
@@ -348,7 +339,7 @@ class Engine:
             )
         self._rows.append(first, replace(burst, counts=counts), self.version)
         self.sampled_tokens += int(counts[self._rows.states["counted"][first:]].sum())
-        self.computed_tokens += int(counts.sum())
+        self.counts.computed_tokens += int(counts.sum())
         if ended and self._drafter is not None:
             self._drafter.learn(self._rows)
         for row, finish in sorted(ended.items(), reverse=True):
