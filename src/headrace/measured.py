@@ -35,7 +35,7 @@ class StageTimes:
 
 @dataclass(slots=True, kw_only=True)
 class EngineCounts:
-    """What engines did since they started. An engine goes on counting in its own; all else are copies."""
+    """What engines did since they started. An engine counts in its own; others are copies."""
 
     computed_tokens: int = 0  # of prompts and answers: while it grows, engines make progress
     preemptions: int = 0  # times a sequence gave up its cache for others

@@ -64,6 +64,7 @@ def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]
 
 
 def encode(trajectory: Trajectory) -> bytes:
+    """All of a trajectory: its arrays, and the rest as JSON."""
     t, rest = trajectory, {name: getattr(trajectory, name) for name in _REST}
     arrays = {name: getattr(t, name) for name in _ARRAYS}
     arrays |= {name: getattr(t.replay, name, None) for name in _REPLAYED}
@@ -75,7 +76,7 @@ def encode(trajectory: Trajectory) -> bytes:
 def _as_json(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
-    return {name: getattr(value, name) for name in value.__slots__}  # several times faster than `asdict`
+    return {name: getattr(value, name) for name in value.__slots__}  # faster than `asdict`
 
 
 def decode(data: bytes) -> Trajectory:
@@ -99,8 +100,8 @@ def decode(data: bytes) -> Trajectory:
 def read_trajectories(connection: sqlite3.Connection, where: str, values: Iterable[Any]) -> list[Trajectory]:
     """Trajectories that the condition `where` on `trajectories t` selects."""
     tables = "trajectories t JOIN journal j ON j.trajectory_id = t.id"
-    found = connection.execute(f"SELECT data FROM {tables} WHERE {where} ORDER BY serial, idx", tuple(values))
-    return [decode(data) for (data,) in found]
+    query = f"SELECT data FROM {tables} WHERE {where} ORDER BY serial, idx"
+    return [decode(data) for (data,) in connection.execute(query, tuple(values))]
 
 
 def read_partials(connection: sqlite3.Connection, serial: int) -> list[Trajectory]:
