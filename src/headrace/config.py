@@ -212,9 +212,7 @@ class LearnerSection(SettingsSection):
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW", most=MOST)
     grad_clip: NonNegativeFloat = setting(1.0, "largest gradient norm; 0 is off")
     ranks: PositiveInt = setting(
-        1,
-        "processes that train together, each with a part of the weights; several need Ray",
-        most=MOST_PROCESSES,
+        1, "processes that train, each with a part of the weights; on Ray", most=MOST_PROCESSES
     )
     micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per pass, of each rank")
     checkpoint_activations: bool = setting(False, "recompute activations, to save memory")
@@ -250,17 +248,13 @@ class LearnerSection(SettingsSection):
         (0.5, 2.0), "the second is the largest weight; masked: a weight outside them drops the token"
     )
     kl_coef: NonNegativeFloat = setting(
-        0.0,
-        "weight of the divergence (KL) from the reference, the weights before any step; 0 is off",
-        most=MOST,
+        0.0, "weight of the KL from the reference (the weights before any step); 0 is off", most=MOST
     )
     teacher: Home = setting("", "reference to distil from: directory, .gguf file, file.py:function")
     kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", "estimator of the KL")
     kl_in: Literal["loss", "reward"] = setting("loss", "add the KL to the loss, or take it off the reward")
     lora_rank: NonNegativeInt = setting(
-        0,
-        "train adapters (LoRA) of this rank beside all linear layers, not the weights; 0 is off",
-        most=2**14,
+        0, "train adapters (LoRA) of this rank beside all linear layers; 0 is off", most=2**14
     )
     lora_alpha: PositiveFloat = setting(32.0, "scale of adapters: lora_alpha / lora_rank", most=MOST)
 

@@ -53,7 +53,7 @@ def columns(trajectory: Trajectory) -> dict[str, Any]:
         "finish": str(t.finish),
         "spans": json.dumps(spans),
         "oldest_version": int(t.oldest_version) if t.spans else None,
-        **asdict(t.timing),
+        **_as_json(t.timing),
     }
 
 
@@ -68,8 +68,7 @@ def encode(trajectory: Trajectory) -> bytes:
     t, rest = trajectory, {name: getattr(trajectory, name) for name in _REST}
     arrays = {name: getattr(t, name) for name in _ARRAYS}
     arrays |= {name: getattr(t.replay, name, None) for name in _REPLAYED}
-    text = json.dumps(rest, default=_as_json, ensure_ascii=False)
-    arrays["rest"] = np.frombuffer(text.encode(errors="surrogatepass"), np.uint8)
+    arrays["rest"] = np.frombuffer(_TO_JSON.encode(rest).encode(errors="surrogatepass"), np.uint8)
     return save({name: np.ascontiguousarray(array) for name, array in arrays.items() if array is not None})
 
 
@@ -77,6 +76,9 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return {name: getattr(value, name) for name in value.__slots__}  # faster than `asdict`
+
+
+_TO_JSON = json.JSONEncoder(default=_as_json, ensure_ascii=False)
 
 
 def decode(data: bytes) -> Trajectory:

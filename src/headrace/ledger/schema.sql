@@ -126,7 +126,7 @@ CREATE TABLE spans (
 );
 CREATE INDEX spans_by_end ON spans (end_s);
 
--- Of each transaction: which rows it changed, with their digests, and the head of a chain over all so far.
+-- Of each transaction: the rows that it changed, with their digests, and the head of a chain over all.
 CREATE TABLE digests (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, head TEXT NOT NULL, changes TEXT NOT NULL);
 
 INSERT INTO accounts VALUES ('generated', 0, 0), ('in_flight', 0, 0), ('buffered', 0, 0), ('trained', 0, 0);

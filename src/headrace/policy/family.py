@@ -258,11 +258,9 @@ class FamilyBody:
                 matrices |= {"the gate": joined.gate_up, "the layer's output": joined.down}
             for name, matrix in matrices.items():
                 rows, width = matrix.weight.shape
-                if matrix.adapters is not None:  # they add nothing to begin with, so their own product is checked
-                    found[f"adapters of {name}, {len(matrix.adapters)} x {width}"] = (
-                        partial(block.product, matrix.adapters, None),
-                        width,
-                    )
+                if matrix.adapters is not None:  # what they add is zero to begin with
+                    inner = partial(block.product, matrix.adapters, None)
+                    found[f"adapters of {name}, {len(matrix.adapters)} x {width}"] = inner, width
                 found[f"{name}, {rows} x {width}"] = partial(block.linear, matrix, gated=name == "the gate"), width
         return found
 
@@ -308,7 +306,7 @@ class JoinedLinear:
         self._ups = [(up, scale) for _, up, scale in found]
 
     def adapted(self, found_TN: Tensor, low_TR: Tensor) -> Tensor:
-        """A product with what the adapters add, from their inner states; in place where there is no backward pass."""
+        """A product with what adapters add, from their inner states. In place without gradients."""
         parts = found_TN.split([len(up) for up, _ in self._ups], 1)
         every = list(zip(parts, low_TR.chunk(len(parts), 1), self._ups, strict=True))
         if torch.is_grad_enabled():

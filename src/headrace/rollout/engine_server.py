@@ -2,8 +2,8 @@
 
 Answers are streamed. The server says which version sampled which token when an answer ends. Until
 then the tokens are certain that came before the first update since the request was sent: those are
-kept where an answer is cut off, by a checkpoint or because the server was lost. Where a server does not
-tell versions an update ends its answers, and each is asked for again, from its tokens on.
+kept where an answer is cut off, by a checkpoint or because the server was lost. Where a server
+does not tell versions an update ends its answers, and each is asked for again, from its tokens on.
 """
 
 import itertools
@@ -209,11 +209,11 @@ class ServerEngine:
             self._replace_server(server, f"version {version} was not taken: {why}")
 
     def hold(self, server: Server) -> None:
-        """End its answers before an update, if it does not tell versions. It answers nothing new until `load`."""
+        """End its answers before an update, if it does not tell versions. It waits for `load`."""
 
     def _late(self, attempt: Callable[..., None]) -> list[_Asked]:
-        """Hold servers, and hear what they sampled. Returned, and asked again, is what they may not have known yet."""
-        held = [asked for asked in self._asked.values() if asked.server and not asked.server.tells_versions]
+        """Hold servers, and hear what they sampled. What they may not know yet is asked again."""
+        held = [a for a in self._asked.values() if a.server and not a.server.tells_versions]
         for asked in held:
             asked.is_held = True
         for server in self._servers:

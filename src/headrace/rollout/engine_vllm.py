@@ -17,12 +17,8 @@ from headrace.rollout.server import START_S, Launch, Server, ServerLostError, nu
 from headrace.types import FinishReason, IntArray, Sampling
 
 LABEL, ABORT, OLD_ABORT = "/update_weight_version", "/inference/v1/abort_requests", "/abort_requests"
-LABELS, LEAST = "0.32", "0.26"  # the first release that tells versions, and the oldest one that was tried
-# Prints the release that a Python has, without importing it.
-RELEASE = """
-import importlib.util, runpy
-print(runpy.run_path(importlib.util.find_spec("vllm").submodule_search_locations[0] + "/_version.py")["version"])
-"""
+LABELS, SCALE_OUT = "0.32", "0.30"  # the first releases that tell versions, and that have the flag
+RELEASE = "import vllm; print(vllm.__version__)"
 OUTSIDE = -9000.0  # log-probs below: top-k, top-p or min-p left the token out
 CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -41,13 +37,13 @@ class VllmEngine(ServerEngine):
             f"--logprobs-mode processed_logprobs --max-logprobs {MOST_TOP_K} --disable-uvicorn-access-log"
         )
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        if numbers(installed(self.section.command or COMMANDS["vllm"])) >= [0, 30]:
+        if numbers(installed(self.section.command or COMMANDS["vllm"])) >= numbers(SCALE_OUT):
             flags += " --enable-scale-out"
         if not self.on_gpu:  # there it fails where a request with a seed is prefilled in chunks
             flags += f" --enforce-eager --no-enable-chunked-prefill --max-num-batched-tokens {max(8192, context)}"
             env |= CPU | {name: value for name, value in os.environ.items() if name in CPU}
         greeting = (LABEL, {"new_version": f"{self.mark}{self.version}"})
-        return Launch(flags.split(), env, path, labels=LABELS, least=LEAST, greeting=greeting)
+        return Launch(flags.split(), env, path, labels=LABELS, may_be_older=True, greeting=greeting)
 
     def write_weights(self, directory: Path) -> None:
         super().write_weights(directory)
@@ -100,7 +96,7 @@ class VllmEngine(ServerEngine):
 
 
 def installed(command: str) -> str:
-    """The release of vLLM that the Python in a command has; the first that tells versions if that cannot be seen."""
+    """The release of vLLM that a command's Python has; a new one if that cannot be seen."""
     with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
         asked = [shlex.split(command)[0], "-c", RELEASE]
         return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout

@@ -39,7 +39,7 @@ class _Member:
     under_way: asyncio.Future[UnderWay] | None = None  # asked for
     known: dict[str, Trajectory] = field(default_factory=dict)  # by id, as it last told
     look_s: float = 0.0  # when it is to tell again
-    moving: set[int] = field(default_factory=set)  # serials that it was asked to end, to go on elsewhere
+    moving: set[int] = field(default_factory=set)  # serials that it is to end, to go on elsewhere
 
 
 @dataclass(kw_only=True, eq=False)
@@ -210,14 +210,14 @@ class RolloutPool:
         worker.ask(Sampler.take, [order])  # `_follow` sees it if the worker is lost
 
     def _relieve(self, idle: _Member) -> None:
-        """Move the last half of the groups of the worker that owes most, if another is idle and there is a point."""
+        """Move the last half of the groups of the worker that owes most, if `idle` still is."""
         busiest = max(self.staying, key=lambda worker: len(self._members[worker].orders), default=None)
         if busiest is None or idle.orders or idle.retired or idle.version < self._newest - self.most_behind:
             return
         if len((member := self._members[busiest]).orders) < MOVE_ANSWERS or member.moving:
             return
-        plain = [o.serial for o in member.orders.values() if o.counted and not o.turn and o.first is None]
-        groups = list(dict.fromkeys(plain))
+        orders = (o for o in member.orders.values() if o.counted and not o.turn and o.first is None)
+        groups = list(dict.fromkeys(order.serial for order in orders))
         if moving := groups[(len(groups) + 1) // 2 :]:
             member.moving.update(moving)
             busiest.ask(Sampler.abort, moving)

@@ -47,7 +47,7 @@ class Launch:
     headers: dict[str, str] = field(default_factory=dict)
     release: str = "/version"  # where it tells its own
     labels: str = "0"  # the first release that tells the version of every token
-    least: str = ""  # that a server of ours must have, if it may be an older one
+    may_be_older: bool = False  # if the server is ours
     greeting: tuple[str, Any] | None = None  # posted once it is up, to one that tells versions
 
 
@@ -100,13 +100,10 @@ class Server:
 
     def greet(self) -> None:
         release, launch = self._ask("GET", self._launch.release, timeout_s=5.0)["version"], self._launch
-        least = launch.labels if self.address else launch.least or launch.labels
-        if numbers(release) < numbers(least):
-            why = f"{release} does not tell what weights sampled a token; {least} does"
-            if launch.least and not self.address:
-                why = f"{release} was not tried; {least} was"
-            raise ConfigError(f"the server of rollout.command has a release that is too old: {why}")
         self.tells_versions = numbers(release) >= numbers(launch.labels)
+        if not (self.tells_versions or launch.may_be_older):
+            why = f"{release} does not tell what weights sampled a token; {launch.labels} does"
+            raise ConfigError(f"the server of rollout.command has a release that is too old: {why}")
         if launch.greeting and self.tells_versions:
             self._ask("POST", *launch.greeting)
         self.is_up = True
@@ -165,7 +162,8 @@ class TheirServer(Server):
             raise ValueError("the address has to begin with http://")
         headers = {"Authorization": f"Bearer {unquote(url.password)}"} if url.password else {}
         directory.mkdir(parents=True, exist_ok=True)
-        self._launch = replace(launch(directory), address=(url.hostname or "", url.port or 80), headers=headers)
+        at = url.hostname or "", url.port or 80
+        self._launch = replace(launch(directory), address=at, headers=headers, may_be_older=False)
         self.address, self.shown = address, without_keys(address)
         self.directory, self._open, self._closed = directory, WeakSet[socket.socket](), False
 
