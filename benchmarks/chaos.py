@@ -7,6 +7,7 @@
 Three nodes of a Ray cluster on this machine (the first has the driver), 2 rollout workers, 2 learner ranks, 2 reward
 processes, six steps of a tiny model. In the third step, when the stage begins, one is killed with SIGKILL; a node with
 all that runs on it. Or one rollout worker is not wanted any more (scale): then no token may be sampled twice.
+Groups move from one rollout worker to the other whenever that has nothing to do, however few they are.
 Afterwards the books are audited, and every answer must have been trained on once.
 """
 
@@ -36,6 +37,7 @@ from headrace.loop.loop import Loop
 from headrace.measured import Row
 from headrace.place import elastic
 from headrace.place.place import Place
+from headrace.rollout import pool
 from headrace.runs.audit import audit, books
 
 VICTIMS, STAGES = ("rollout", "reward", "rank", "node", "scale"), ("rollout", "reward", "train", "publish")
@@ -148,6 +150,19 @@ def strike(place: Place, loop: Loop, stage: str, harm: Callable[[], None], watch
     setattr(owner, name, before(getattr(owner, name)))
 
 
+def moving(moved: list[int]) -> None:
+    """Let workers take over few groups, too, and count those."""
+    relieve = pool.RolloutPool._relieve
+
+    def counted(self: Any, idle: Any) -> None:
+        before = {id(member): len(member.moving) for member in self._members.values()}
+        relieve(self, idle)
+        moved.extend(len(m.moving) for m in self._members.values() if len(m.moving) > before.get(id(m), 0))
+
+    pool.MOVE_ANSWERS, pool.IDLE_S = 2, 0.0
+    pool.RolloutPool._relieve = counted  # type: ignore[method-assign]
+
+
 def survive(directory: Path, victim: str, stage: str, nodes: Nodes, settings: list[str]) -> str:
     run_dir, watcher, struck = directory / f"{victim}-{stage}", Watcher(), []
     config = load_config(
@@ -224,12 +239,14 @@ def main() -> None:
         write_prompts(directory / "prompts.jsonl")
         (directory / "rewards.py").write_text(REWARD)
         print("| killed | during | it took | tokens redone | the user was told |\n|---|---|---|---|---|", flush=True)
-        nodes = Nodes()
+        nodes, moved = Nodes(), list[int]()
+        moving(moved)
         try:
             for victim in [arguments.victim] if arguments.victim else VICTIMS:
                 for stage in [arguments.during] if arguments.during else STAGES:
                     nodes.mend()
                     print(f"| {victim} | {stage} | {survive(directory, victim, stage, nodes, settings)} |", flush=True)
+            print(f"{sum(moved)} groups moved")
         finally:
             nodes.close()
 
