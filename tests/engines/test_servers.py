@@ -80,6 +80,17 @@ def engine(which: str, policy: Policy) -> Iterator[ServerEngine]:
         engine.close()
 
 
+@pytest.fixture(autouse=True)
+def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves no answers and no notes to the next one."""
+    yield
+    if "engine" in request.fixturenames:
+        engine = request.getfixturevalue("engine")
+        engine.abort(set(engine._asked))
+        finished(engine)
+        engine.notes.clear()
+
+
 @pytest.fixture(scope="module")
 def weights(policy: Policy) -> list[dict[str, torch.Tensor]]:
     """Of three policies, one of them the present one."""
