@@ -27,7 +27,7 @@ from cpu_model import build
 
 from headrace import api
 from headrace.config_file import load_config
-from headrace.insight.triage import Bottleneck, triage
+from headrace.insight.triage import Bottleneck, Triage
 from headrace.ledger.ledger import Ledger
 from headrace.place import place
 from headrace.place.rollout_worker import RolloutWorker
@@ -126,7 +126,7 @@ def measured(directory: Path, name: str, case: Case) -> str:
     make = partial(sampler, case.burst_s, run.with_suffix(".taken")) if case.burst_s else RolloutWorker
     place.Place.__init__.__kwdefaults__["make_sampler"] = make  # type: ignore[index]
     api.train(load_config(None, settings(directory, name, case)))
-    found = triage(run)
+    found = Triage(run)
     predicted_s, said = found.simulated_s, str(found.bottleneck)
     with suppress(FileNotFoundError):
         run.with_suffix(".taken").rmdir()

@@ -26,7 +26,7 @@ from headrace.cli.app import settings_from
 from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.scenario import Layout, Typed, scenario, worked_out
 from headrace.insight.simulator import simulate
-from headrace.insight.triage import Bottleneck, triage
+from headrace.insight.triage import Bottleneck, Triage
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.ledger.ledger import Ledger
 
@@ -76,7 +76,7 @@ def walls(directory: Path) -> None:
     print("| run | bottleneck | first move | predicted gain | measured gain | off by |\n|---|---|---|---|---|---|")
     for name, case in CASES.items():
         runs[name] = run = train(directory, name, case)
-        found = triage(run)
+        found = Triage(run)
         move = next(move for move in found.moves if move.settings)  # others want another device
         moved = train(directory, f"{name}, moved", case, move.settings)
         gain = goodput(moved) / goodput(run)

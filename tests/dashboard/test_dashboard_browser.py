@@ -29,7 +29,7 @@ from tiny_runs import select
 
 from headrace.config_file import explain
 from headrace.insight.reports import triage_report
-from headrace.insight.triage import triage
+from headrace.insight.triage import Triage
 from headrace.ledger.files import run_config, save_settings
 from headrace.ledger.ledger import Ledger
 from headrace.measured import ROW_METRICS
@@ -471,7 +471,7 @@ def says(text: str) -> str:
 def test_the_overview_names_the_wall_and_what_to_change(browser: Any, server: Server, real_run: Path):
     tab = Tab(browser, server)
     with ThreadPoolExecutor() as threads:  # the browser's event loop is in this one
-        found = threads.submit(triage, real_run).result()
+        found = threads.submit(Triage, real_run).result()
     page = tab.open("/run/real/overview", "svg")
     told = triage_report(found)
     page.wait_for_function(says(told.sections[0].sentences[0]), timeout=DEADLINE_S * 1000)

@@ -22,7 +22,7 @@ from headrace.dashboard.charts import CARDS, Look, lag_bars, sankey, timeline
 from headrace.dashboard.site import FIELDS, NOT_YET, LiveRun, Overview, Site, address, is_local, question
 from headrace.errors import ConfigError, RunError
 from headrace.insight.planner import plan
-from headrace.insight.triage import Triage, triage
+from headrace.insight.triage import Triage
 from headrace.runs.report import duration
 
 
@@ -52,7 +52,7 @@ def test_overview_is_what_the_rows_say(real_run: Path):
 
 def test_overview_names_the_wall_and_what_the_run_cost(real_run: Path):
     seen = Overview(Site(real_run).run("real"))
-    verdict = triage(real_run)
+    verdict = Triage(real_run)
     told = {name: (value, says) for name, value, says in seen.numbers(verdict)}
     assert told["Bottleneck"][0] == verdict.bottleneck
     assert ("Bottleneck", "…", NOT_YET) in seen.numbers(NOT_YET)
@@ -76,13 +76,13 @@ def test_the_wall_of_a_run_is_found_in_a_thread_once_for_each_number_of_steps(
     monkeypatch.setattr(site_module, "TRIAGE_AFTER_S", 0.0)
     monkeypatch.setattr(site_module, "TRIAGE_SHARE", 1.0)
     asked: list[Path] = []
-    monkeypatch.setattr(site_module, "triage", lambda path: asked.append(path) or triage(path))
+    monkeypatch.setattr(site_module, "Triage", lambda path: asked.append(path) or Triage(path))
     shutil.copytree(real_run, tmp_path / "run")
     live = Site(tmp_path).run("run")
     assert live.triage() == NOT_YET  # nobody waits for it
     found = verdict_of(live)
     assert isinstance(found, Triage)
-    assert found.bottleneck == triage(real_run).bottleneck
+    assert found.bottleneck == Triage(real_run).bottleneck
     assert live.triage() is found
     with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as connection, connection:
         connection.execute("UPDATE rows SET step = 7 WHERE step = 6")

@@ -21,7 +21,7 @@ from headrace.episode.environment import Environments
 from headrace.episode.session import EpisodeFailedError
 from headrace.errors import ConfigError, DataError, StalledError
 from headrace.insight.scenario import calibrate
-from headrace.insight.triage import Bottleneck, triage
+from headrace.insight.triage import Bottleneck, Triage
 from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Ledger
 from headrace.loop.loop import Loop
@@ -172,7 +172,7 @@ def test_a_slow_environment_is_the_bottleneck(workshop: ChatWorkshop):
     run = workshop.directory / "sleepy"
     assert summary["wall"] == "environment"
     assert sum(summary["stage_s"].values()) <= summary["loop_s"] + 1e-6
-    found = triage(run)
+    found = Triage(run)
     assert found.bottleneck is Bottleneck.ENVIRONMENT
     measured_s = np.median([row.wall_s for row in rows_of(run)])
     assert found.simulated_s == pytest.approx(measured_s, rel=0.4)

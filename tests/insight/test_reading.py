@@ -17,7 +17,7 @@ from tiny_runs import rows_of
 import headrace.insight
 from headrace.errors import HeadraceError
 from headrace.insight import reading
-from headrace.insight.reading import Spread, metrics_text, read, write_trace
+from headrace.insight.reading import Reading, Spread, metrics_text, write_trace
 from headrace.ledger.ledger import Ledger
 from headrace.measured import StageTimes
 from headrace.runs.audit import audit
@@ -25,7 +25,7 @@ from headrace.runs.columns import covered_s, union
 
 
 def test_stage_times_overlap_and_idle_shares_are_those_of_the_spans(known_run: Path):
-    found = read(known_run, after_step=0)
+    found = Reading(known_run, after_step=0)
     assert (found.num_steps, found.wall_s, found.measured_steps) == (3, 30.0, range(1, 4))
     assert found.stage_s == StageTimes(rollout=6.0, reward=5.5, train=3.0, publish=0.5)
     side_by_side = found.occupancy
@@ -42,13 +42,13 @@ def test_more_workers_mean_more_idle_time(known_run: Path):
     settings = known_run / "config.toml"
     before, section, after = settings.read_text().partition("[reward]")
     settings.write_text(before + section + after.replace("workers = 1", "workers = 2", 1))
-    side_by_side = read(known_run, after_step=0).occupancy
+    side_by_side = Reading(known_run, after_step=0).occupancy
     assert side_by_side is not None
     assert side_by_side.idle_shares["reward"] == pytest.approx(1.0 - 6.5 / 20.0)
 
 
 def test_tokens_rates_lags_and_ratios_are_those_of_the_books(known_run: Path):
-    found = read(known_run, after_step=0)
+    found = Reading(known_run, after_step=0)
     assert (found.trained_tokens, found.dropped_tokens) == (180, {"no_signal": 10})
     assert found.useful_share == pytest.approx(180 / 190)  # 1 - 10 / 190
     assert found.goodput_tokens_per_s == pytest.approx(6.0)
@@ -59,7 +59,7 @@ def test_tokens_rates_lags_and_ratios_are_those_of_the_books(known_run: Path):
 
 
 def test_lengths_rewards_and_the_tail_are_those_of_the_answers(known_run: Path):
-    found = read(known_run, after_step=0)
+    found = Reading(known_run, after_step=0)
     assert found.answer_tokens is not None
     assert found.answer_tokens.mean == pytest.approx(190 / 11)
     assert found.answer_tokens.max == 30.0
@@ -73,19 +73,19 @@ def test_lengths_rewards_and_the_tail_are_those_of_the_answers(known_run: Path):
 
 
 def test_the_first_steps_are_left_out_where_there_are_others(known_run: Path, tmp_path: Path):
-    found = read(known_run)
+    found = Reading(known_run)
     assert (found.num_steps, found.measured_steps, found.wall_s) == (3, range(3, 4), 10.0)
     assert found.occupancy is not None
     assert found.occupancy.num_steps == 1
     assert found.occupancy.stage_s == StageTimes(rollout=6.0, reward=5.5, train=3.0, publish=0.5)
     assert found.answer_tokens is not None
     assert found.answer_tokens.count == 3
-    assert read(hand_made_run(tmp_path / "two", num_steps=2)).measured_steps == range(1, 3)
-    assert read(known_run, last_steps=2, after_step=0).measured_steps == range(2, 4)
+    assert Reading(hand_made_run(tmp_path / "two", num_steps=2)).measured_steps == range(1, 3)
+    assert Reading(known_run, last_steps=2, after_step=0).measured_steps == range(2, 4)
 
 
 def test_a_run_without_steps_says_what_is_known(tmp_path: Path):
-    found = read(hand_made_run(tmp_path / "run", num_steps=0))
+    found = Reading(hand_made_run(tmp_path / "run", num_steps=0))
     assert (found.num_steps, found.wall_s, len(found.measured_steps)) == (0, 0.0, 0)
     unknown = (found.step_s, found.stage_s, found.occupancy, found.answer_tokens, found.tail_s, found.verdict_s)
     assert unknown == (None,) * 6
@@ -95,7 +95,7 @@ def test_a_run_without_steps_says_what_is_known(tmp_path: Path):
 
 
 def test_a_run_that_is_being_written_is_read(tmp_path: Path):
-    found = read(hand_made_run(tmp_path / "run", num_steps=2, close=False), after_step=0)
+    found = Reading(hand_made_run(tmp_path / "run", num_steps=2, close=False), after_step=0)
     assert found.trained_tokens == 120
     assert found.occupancy is not None
 
@@ -130,14 +130,14 @@ def _damage(run: Path, how: str) -> None:
 )
 def test_what_cannot_be_read_gets_a_message(known_run: Path, how: str):
     _damage(known_run, how)
-    for look in (read, write_trace, metrics_text):
+    for look in (Reading, write_trace, metrics_text):
         with pytest.raises(HeadraceError):
             look(known_run)
     assert not list(known_run.glob("trace*")), "no file is begun"
 
 
 def test_a_real_run_reads_as_its_rows_say(real_run: Path):
-    rows, found = rows_of(real_run), read(real_run, after_step=0)
+    rows, found = rows_of(real_run), Reading(real_run, after_step=0)
     assert found.num_steps == len(rows) == 6
     assert found.stage_s is not None
     assert found.stage_s.train == pytest.approx(sum(row.stage_s.train for row in rows) / 6)
@@ -154,7 +154,7 @@ def test_a_real_run_reads_as_its_rows_say(real_run: Path):
 
 
 def test_steps_that_a_restart_took_again_are_counted_once(resumed_run: Path):
-    rows, found = rows_of(resumed_run), read(resumed_run, after_step=0)
+    rows, found = rows_of(resumed_run), Reading(resumed_run, after_step=0)
     assert (found.num_restarts, found.redone_steps) == (1, 2)
     assert found.num_steps == len(rows) == 4
     assert found.occupancy is not None
@@ -168,7 +168,7 @@ def test_of_a_long_run_the_last_steps_can_be_asked_for(tmp_path: Path):
     Ledger.reopen(run).close()  # notes all that is there
     assert audit(run) == []
     begun_s = time.process_time()
-    whole, last = read(run), read(run, last_steps=50)
+    whole, last = Reading(run), Reading(run, last_steps=50)
     assert time.process_time() - begun_s < 1.0
     assert (len(whole.measured_steps), len(last.measured_steps)) == (298, 50)
     assert last.occupancy is not None
@@ -185,10 +185,10 @@ def test_of_a_long_run_the_last_steps_can_be_asked_for(tmp_path: Path):
 
 def test_of_too_many_spans_and_answers_the_newest_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = make_big_ledger(tmp_path / "run", num_steps=60)
-    whole = read(run)
+    whole = Reading(run)
     monkeypatch.setattr(reading, "MOST_SPANS", 400)
     monkeypatch.setattr(reading, "MOST_ANSWERS", 100)
-    found = read(run)
+    found = Reading(run)
     assert found.occupancy is not None
     assert whole.occupancy is not None
     assert 5 <= found.occupancy.num_steps < 20

@@ -19,12 +19,12 @@ from headrace.insight.triage import (
     Bottleneck,
     Move,
     Placement,
+    Triage,
+    TypedTriage,
     _moves,
     _ranked,
     _setting_moves,
     advice_for,
-    triage,
-    triage_typed,
 )
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import STAGES, StageTimes
@@ -42,7 +42,7 @@ SLOW: dict[Bottleneck, dict[str, Any]] = {
 
 @pytest.mark.parametrize("bottleneck", [name for name in SLOW if name is not Bottleneck.SPARSE])
 def test_what_is_slow_is_named(bottleneck: Bottleneck, tmp_path: Path) -> None:
-    found = triage(made_up_run(tmp_path / "run", **SLOW[bottleneck]))
+    found = Triage(made_up_run(tmp_path / "run", **SLOW[bottleneck]))
     assert found.bottleneck is bottleneck
     measured_s = found.reading.step_s
     assert measured_s is not None
@@ -52,19 +52,19 @@ def test_what_is_slow_is_named(bottleneck: Bottleneck, tmp_path: Path) -> None:
 
 def test_groups_without_signal_cost_their_part(tmp_path: Path) -> None:
     """Half of the groups are dropped: with signal in all of them a step would score half as many answers."""
-    found = triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.SPARSE]))
+    found = Triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.SPARSE]))
     assert found.reading.no_signal_share == 0.5
     assert found.without[Bottleneck.SPARSE] < 0.7 * found.simulated_s
 
 
 def test_against_slow_verdicts_more_workers_are_proposed(tmp_path: Path) -> None:
-    found = triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.REWARD]))
+    found = Triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.REWARD]))
     assert found.moves[0].settings[-1].startswith("reward.workers=")
     assert found.moves[0].gain > 1.5
 
 
 def test_verdicts_of_the_loop_itself_come_one_at_a_time(tmp_path: Path) -> None:
-    found = triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.REWARD], settings=("reward.workers=0",)))
+    found = Triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.REWARD], settings=("reward.workers=0",)))
     assert found.bottleneck is Bottleneck.REWARD
     assert "reward.workers=2" in found.moves[0].settings or "reward.workers=4" in found.moves[0].settings
 
@@ -72,7 +72,7 @@ def test_verdicts_of_the_loop_itself_come_one_at_a_time(tmp_path: Path) -> None:
 def test_on_a_cluster_publishing_is_counted_by_version_and_workers_are_apart(tmp_path: Path) -> None:
     """Its publisher books five spans for every version."""
     cluster = ("place.cluster=ray", "place.layout=disaggregated", "rollout.workers=2")
-    found = triage(made_up_run(tmp_path / "run", publish_s=2.0, publish_parts=5, settings=cluster))
+    found = Triage(made_up_run(tmp_path / "run", publish_s=2.0, publish_parts=5, settings=cluster))
     assert found.bottleneck is Bottleneck.SYNC
     measured_s = found.reading.step_s
     assert measured_s is not None
@@ -83,12 +83,12 @@ def test_on_a_cluster_publishing_is_counted_by_version_and_workers_are_apart(tmp
 
 def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     with pytest.raises(RunError):
-        triage(tmp_path)
+        Triage(tmp_path)
 
 
 def test_the_worked_example() -> None:
     """30 + 3 against 8, and 1 to publish: 34 s; a learner twice as fast changes nothing."""
-    found = triage_typed(StageTimes(rollout=30.0, reference=3.0, train=8.0, publish=1.0), Placement.OVERLAPPED)
+    found = TypedTriage(StageTimes(rollout=30.0, reference=3.0, train=8.0, publish=1.0), Placement.OVERLAPPED)
     assert found.step_s[Placement.OVERLAPPED] == 34.0
     assert found.bottleneck is Bottleneck.GENERATION
     assert found.moves[0].text == "rollout in half the time"
@@ -98,7 +98,7 @@ def test_the_worked_example() -> None:
 
 def test_a_step_that_takes_no_time_has_no_bottleneck() -> None:
     with pytest.raises(ConfigError, match="every stage takes 0 s"):
-        triage_typed(StageTimes(), Placement.COLOCATED)
+        TypedTriage(StageTimes(), Placement.COLOCATED)
 
 
 def test_of_like_moves_the_smallest_that_is_as_good_stays() -> None:
@@ -156,7 +156,7 @@ def test_recomputed_activations_are_advised_against_only_where_they_are() -> Non
 
 def test_the_report_of_a_run_gives_advice_that_fits_it(tmp_path: Path) -> None:
     """Four groups of four answers, in 256 slots."""
-    found = triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.GENERATION]))
+    found = Triage(made_up_run(tmp_path / "run", **SLOW[Bottleneck.GENERATION]))
     assert found.bottleneck is Bottleneck.GENERATION
     text = str(triage_report(found))
     assert "per dollar" not in text

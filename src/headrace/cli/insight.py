@@ -18,7 +18,7 @@ from headrace.insight.reading import VIEWERS, write_trace
 from headrace.insight.reports import plan_report, simulation_report, triage_report
 from headrace.insight.scenario import Layout, Typed, amount, lags, scenario, seconds, worked_out
 from headrace.insight.simulator import Simulated, simulate
-from headrace.insight.triage import ADVICE, Placement, Triage, TypedTriage, others_that_fit, triage, triage_typed
+from headrace.insight.triage import ADVICE, Placement, Triage, TypedTriage, others_that_fit
 from headrace.insight.workload import LogNormal, Machine, Workload
 from headrace.measured import STAGES, StageTimes
 
@@ -47,7 +47,7 @@ def triage_command(
     if run is None and not some:
         raise ConfigError("give a run directory, or stage times: --tau-r 30 --tau-t 8 ...")
     times = StageTimes(**{stage: taken or 0.0 for stage, taken in zip(STAGES, typed, strict=True)})
-    found = triage_typed(times, placement) if run is None else triage(run, last_steps=last_steps)
+    found = TypedTriage(times, placement) if run is None else Triage(run, last_steps=last_steps)
     tell(triage_report(found), triage_json(found), as_json)
 
 

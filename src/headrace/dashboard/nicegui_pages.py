@@ -20,7 +20,7 @@ from headrace.insight.hardware import read_hardware
 from headrace.insight.planner import plan as work_out
 from headrace.insight.reading import CONTENT_TYPE, metrics_text
 from headrace.insight.reports import plan_report, triage_report
-from headrace.insight.triage import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement, TypedTriage, triage_typed
+from headrace.insight.triage import PLACEMENT_WORDS, STAGE_WORDS, SYMBOLS, Placement, TypedTriage
 from headrace.measured import STAGES, StageTimes
 from headrace.runs.facts import UnknownNameError
 from headrace.runs.report import Report, printable
@@ -133,7 +133,7 @@ def _sliders(times: StageTimes, names: list[str], run: str | None, trouble: str)
 
     def read() -> TypedTriage:
         now = {stage: float(slider.value) for stage, slider in sliders.items()}
-        return triage_typed(StageTimes(**now), Placement(placement.value))
+        return TypedTriage(StageTimes(**now), Placement(placement.value))
 
     def show(found: TypedTriage) -> None:
         for part in triage_report(found).sections[:2]:  # the chart has the placements

@@ -20,7 +20,7 @@ from headrace.errors import ConfigError, HeadraceError, RunError
 from headrace.insight.hardware import find_device, sized_shape
 from headrace.insight.planner import Question
 from headrace.insight.scenario import amount, seconds
-from headrace.insight.triage import ADVICE, Triage, triage
+from headrace.insight.triage import ADVICE, Triage
 from headrace.insight.workload import LogNormal
 from headrace.ledger.files import is_run, run_config
 from headrace.runs import show
@@ -150,7 +150,7 @@ class LiveRun:
             begun_s = time.monotonic()
             try:
                 with books.looking_into(self.path):  # what is wrong with the file is said in words
-                    found = triage(self.path)
+                    found = Triage(self.path)
             except HeadraceError as error:
                 found = str(error)
             except Exception as error:  # a mistake of ours, and the thread has nobody else to tell

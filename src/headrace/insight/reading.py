@@ -149,9 +149,6 @@ class Reading:
         self.useful_share = self.trained_tokens / decided if decided else None
 
 
-read = Reading  # by the name that the guides have
-
-
 def signal_of(answers: Columns) -> BoolArray:
     """[G] whether the rewards of a group differ, of the groups with at least two verdicts."""
     known = answers[np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])]

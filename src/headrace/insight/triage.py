@@ -223,9 +223,6 @@ class TypedTriage:
         )
 
 
-triage, triage_typed = Triage, TypedTriage  # by the names that callers have
-
-
 def _simulated(known: Calibration) -> Simulated:
     return simulate(known.workload, known.machine, max_lag=known.max_lag, steps=STEPS)
 
