@@ -212,12 +212,5 @@ def simulation_json(work: Workload, machine: Machine, layout: Layout, found: Seq
     step = {"groups_per_step": work.groups_per_step, "samples": work.samples, "mean_tokens": work.tokens.mean}
     step |= {"reward_s": work.reward_s.mean, "environment_s": work.environment_s}
     step["no_signal_share"] = work.no_signal_share
-    return {"step": step, "layout": layout, "machine": times, "simulated": list(map(_plain, found))}
-
-
-def _plain(one: Simulated) -> dict[str, Any]:
-    same = ["max_lag", "step_s", "stage_s", "lag_mean", "lag_max", "lag_shares", "useful_share"]
-    same += [f"{state}_tokens" for state in ("generated", "trained", "dropped", "buffered", "in_flight")]
-    same += ["step_p50_s", "step_p95_s", "rollout_idle", "learner_idle", "reward_idle"]
-    known = {name: getattr(one, name) for name in same} | {"steps": len(one.steps)}
-    return known | {"goodput_tokens_s": one.goodput, "failures": one.num_failures}
+    simulated = [vars(one) | {"steps": len(one.steps)} for one in found]
+    return {"step": step, "layout": layout, "machine": times, "simulated": simulated}

@@ -307,7 +307,7 @@ class LayoutPlan:
         self.layout, self.max_lag, self.settings = split, chosen.max_lag, chosen.settings
         self.times, self.step_s = run.stage_s, run.step_s  # seconds of each stage in a step
         self.bottleneck = chosen.bottleneck(run)
-        self.goodput = run.goodput * parts * question.useful  # trained tokens per second
+        self.goodput = run.goodput_tokens_s * parts * question.useful  # trained tokens per second
         self.dollars_per_million = per_hour / 3600.0 / self.goodput * 1e6  # trained tokens
         self.lag = run.lag_mean  # in versions
         self.num_running = chosen.num_running  # sequences at a time, per engine

@@ -183,14 +183,14 @@ def simulation_report(work: Workload, machine: Machine, layout: Layout, found: S
         ("a verdict", f"{seconds(work.reward_s.mean)} on average"),
         ("simulated", f"{len(found[0].steps)} steps each; {means}"),
     ]
-    if num_failures := sum(one.num_failures for one in found):
+    if num_failures := sum(one.failures for one in found):
         facts.append(("failures", f"{count(num_failures, 'rollout worker')} died and came back"))
     rows = []
     for one in found:
         idle = [max(0.0, share) for share in (one.rollout_idle, one.learner_idle)]
         idle = [max(0.0, sum(idle) - 1)] if layout.turns else idle
         shares = (percent(share) for share in (*idle, one.reward_idle))
-        speed = (seconds(one.step_s, 4), seconds(one.step_p95_s, 4), f"{one.goodput:,.0f}")
+        speed = (seconds(one.step_s, 4), seconds(one.step_p95_s, 4), f"{one.goodput_tokens_s:,.0f}")
         health = (f"{one.lag_mean:.2f}/{one.lag_max}", percent(one.useful_share, 1))
         rows.append((str(one.max_lag), *speed, *shares, *health))
     columns = ("max_lag", "step", "p95", "tokens/s", *pools, "reward idle", "lag", "useful")
@@ -207,11 +207,11 @@ def _lessons(found: Sequence[Simulated]) -> Iterator[str]:
     busy = f"{longest} is busy for {seconds(getattr(first.stage_s, longest), 4)} of it"
     at = f"At max_lag = {first.max_lag} a step takes {seconds(first.step_s, 4)}"
     yield f"{at}, and {busy}, longer than any other stage."
-    best = max(found, key=lambda one: one.goodput)
-    good = (one for one in found if one.goodput * _GAIN >= best.goodput)
+    most = max(one.goodput_tokens_s for one in found)
+    good = (one for one in found if one.goodput_tokens_s * _GAIN >= most)
     enough = min(good, key=lambda one: one.max_lag)
     if enough is not first:
-        gain = f"{enough.goodput / first.goodput:.2f}x the tokens per second"
+        gain = f"{enough.goodput_tokens_s / first.goodput_tokens_s:.2f}x the tokens per second"
         yield f"max_lag = {enough.max_lag} trains {gain} of max_lag = {first.max_lag}."
     if any(one.max_lag > enough.max_lag for one in found):
         yield f"More lag than {enough.max_lag} brings less than 5% on top."

@@ -57,7 +57,7 @@ class Simulated:
         self.trained_tokens = sum(step.lags.total() for step in self.steps)
         self.dropped_tokens = {str(why): round(run.dropped[why]) for why in sorted(run.dropped)}
         self.buffered_tokens = sum(group.num_sampled_tokens for group in run.buffer.buffered)
-        self.in_flight_tokens, self.num_failures = round(in_flight), run.pool.num_failures
+        self.in_flight_tokens, self.failures = round(in_flight), run.pool.num_failures
         decided = self.trained_tokens + sum(self.dropped_tokens.values())
         self.useful_share = self.trained_tokens / max(1, decided)
         self.lag_max = max((lag for step in self.steps for lag in step.lags), default=0)
@@ -68,7 +68,7 @@ class Simulated:
         of = {stage: [getattr(step.stage_s, stage) for step in counted] for stage in STAGES}
         self.stage_s = StageTimes(**{stage: float(np.mean(taken)) for stage, taken in of.items()})
         tokens = sum((step.lags for step in counted), Counter[int]())
-        self.goodput = tokens.total() / sum(counted_s)
+        self.goodput_tokens_s = tokens.total() / sum(counted_s)
         self.lag_shares = {lag: tokens[lag] / tokens.total() for lag in sorted(tokens)}
         self.lag_mean = sum(lag * share for lag, share in self.lag_shares.items())
 

@@ -232,7 +232,8 @@ def _moves(known: Calibration, config: Config, now: Simulated) -> Iterator[Move]
 
     def move(text: str, settings: tuple[str, ...], changed: Calibration) -> Move:
         then = _simulated(changed)
-        return Move(text=text, settings=settings, step_s=then.step_s, gain=then.goodput / now.goodput)
+        gain = then.goodput_tokens_s / now.goodput_tokens_s
+        return Move(text=text, settings=settings, step_s=then.step_s, gain=gain)
 
     for text, settings in _setting_moves(config):
         changed = config
