@@ -127,8 +127,9 @@ class Reading:
         tokens, signal, wall_s = rows.column("trained_tokens"), signal_of(answers), rows.column("wall_s")
         self.measured_steps = range(last_step + 1 - len(rows), last_step + 1)
         self.wall_s, self.step_s = float(np.nansum(wall_s)), Spread.of(wall_s)
-        self.stage_s = rows.stages(np.mean) if len(rows) else None  # per step
         self.stage_spreads = {stage: Spread.of(rows.column(f"stage_s.{stage}")) for stage in STAGES}
+        means_s = {stage: spread.mean for stage, spread in self.stage_spreads.items() if spread}
+        self.stage_s = StageTimes(**means_s) if means_s else None  # per step
         self.occupancy = Occupancy(looked_at, spans, self.config) if len(times) and len(spans) else None
         self.trained_tokens, self.dropped_tokens = int(np.nansum(tokens)), rows.dropped_tokens()
         self.answer_tokens = Spread.of(answers["num_tokens"])  # sampled, per answer
@@ -211,8 +212,8 @@ def _families(facts: RunFacts, books: Books, rows: RowColumns, restarts: list[Re
         buffered, in_flight = getattr(books.buffered, unit), getattr(books.in_flight, unit)
         yield f"buffered_{unit}", f"{title} scored and not yet trained on.", buffered
         yield f"in_flight_{unit}", f"{title} being generated or scored.", in_flight
-    stage_s = rows.stages(np.nansum)
-    by_stage: dict[Labels, float] = {(("stage", stage),): getattr(stage_s, stage) for stage in STAGES}
+    busy_s = {stage: float(np.nansum(rows.column(f"stage_s.{stage}"))) for stage in STAGES}
+    by_stage: dict[Labels, float] = {(("stage", stage),): taken_s for stage, taken_s in busy_s.items()}
     yield "stage_seconds_total", "Seconds that each stage was busy.", by_stage
     for name, metric in ROW_METRICS.items():
         values, help = rows.column(name), f"{metric.help[0].upper()}{metric.help[1:]}"

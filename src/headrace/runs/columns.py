@@ -8,7 +8,7 @@ import contextlib
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from headrace.errors import RunError
 from headrace.ledger.database import FILE_NAME, explained, open_database
-from headrace.measured import STAGES, StageTimes
 from headrace.types import BoolArray
 
 Numbers = npt.NDArray[np.float64]
@@ -110,11 +109,6 @@ class RowColumns:
         if inner:
             values = [value.get(inner) if value else None for value in values]
         return np.array(values, np.float64)  # None becomes NaN, and the text "Infinity" a number
-
-    def stages(self, combine: Callable[[Numbers], Any]) -> StageTimes:
-        """What `combine` makes of the seconds that each stage has in the rows."""
-        several = {stage: self.column(f"stage_s.{stage}") for stage in STAGES}
-        return StageTimes(**{stage: float(combine(taken)) for stage, taken in several.items()})
 
     def dropped_tokens(self) -> dict[str, int]:
         total: Counter[str] = Counter()
