@@ -47,9 +47,8 @@ class Overview:
         with books.looking_into(live.path) as connection:
             self.elapsed_s = float(one(connection, books.ELAPSED))
         self.series, self.books = live.series(), books.read_accounts(live.path)
-        config = live.config()
-        self.max_lag = None if config is None else config.loop.max_lag
-        self.dollars = None if config is None else cost_of(config, self.elapsed_s)
+        config = run_config(live.path)
+        self.max_lag, self.dollars = config.loop.max_lag, cost_of(config, self.elapsed_s)
         trained = self.books.trained.tokens
         decided = trained + sum(amount.tokens for amount in self.books.dropped.values())
         self.lag_max = int(max((lag for _, lag in self.series.curve("lag_max") if lag), default=0))
@@ -63,9 +62,9 @@ class Overview:
         wall, sign = "…" if verdict == NOT_YET else "-", str(verdict)
         if isinstance(verdict, Triage):
             wall, sign = str(verdict.bottleneck), ADVICE[verdict.bottleneck].sign
-        allowed = "" if self.max_lag is None else f"; {math.ceil(self.max_lag)} allowed"
         state = f"{_STATE_WORDS.get(facts.state, facts.state)}, after {duration(self.elapsed_s)}"
-        lag = f"updates between sampling and training; at most {self.lag_max} seen{allowed}"
+        most = f"at most {self.lag_max} seen; {math.ceil(self.max_lag)} allowed"
+        lag = f"updates between sampling and training; {most}"
         latest = "after it" if facts.state is RunState.FINISHED else "latest"
         held_out = f"on prompts that are never trained on: before training → {latest}"
         useful = "of the finished tokens were trained on; the rest was dropped"
