@@ -265,7 +265,7 @@ def _show_trajectory(paper: Paper, run_dir: Path, id: str) -> None:
     paper.facts(shown.trajectory_facts(found).items())
     if found.whole is None:
         paper.section("tokens")
-        paper.paragraph(shown.why_no_tokens(found))
+        paper.paragraph(shown.NO_TOKENS)
         return
     given = shown.prompt_ids(found.whole)
     prompt = texts.text(given) if texts else f"token ids {given}"

@@ -26,11 +26,11 @@ SELECT MAX(
 -- a page of answers like this, one way or the other, what is told of them in words
 SELECT rowid, id, reward, num_tokens,
     IFNULL('dropped: ' || drop_reason, state), CAST(IFNULL(trained_step, '') AS TEXT), CAST(IFNULL(lag, '') AS TEXT),
-    IFNULL(finish, '-')
+    finish
 FROM trajectories WHERE {} ORDER BY rowid {} LIMIT ?;
 
 -- all answers of a group
-SELECT id, prompt_id, attempt, reward, reward_parts, IFNULL(finish, '-'), num_tokens, drop_reason,
+SELECT id, prompt_id, attempt, reward, reward_parts, finish, num_tokens, drop_reason,
     CASE state WHEN 'trained' THEN 'trained in step ' || trained_step || ', lag ' || lag ELSE state END
 FROM trajectories WHERE serial = ? ORDER BY attempt, idx, id;
 

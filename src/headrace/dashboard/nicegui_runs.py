@@ -239,8 +239,7 @@ async def trajectory(site: Site, name: str) -> None:
     found, here = read.found, partial(address, "run", name, "trajectory", **asdict(wanted))
     links = {"← newer answer": read.newer, "older answer →": read.older}
     links = {text: other and here(id=other) for text, other in links.items()}
-    if found.serial is not None:
-        links["all answers to this prompt"] = address("run", name, "group", serial=found.serial)
+    links["all answers to this prompt"] = address("run", name, "group", serial=found.serial)
     with page.frame(f"Answer {id}", f"of run {name}", run=name):
         _links(links)
         with page.card("What became of it"):
@@ -248,7 +247,7 @@ async def trajectory(site: Site, name: str) -> None:
         _prompt(read.prompt, read.fields)
         if found.whole is None:
             with page.card("Answer"):
-                page.message(show.why_no_tokens(found))
+                page.message(show.NO_TOKENS)
             return
         for title, text in show.said(found.whole).items():
             with page.card(CARDS.get(title, title.capitalize())):
@@ -315,7 +314,7 @@ def _in_reading_order(shown: Iterable[show.Token]) -> list[dict[str, str]]:
                 odds = f"log-prob {token.logprob:.3f}, version {token.version}"
                 label.props["title"] = f"token {token.position}, id {token.id}: {odds}"
                 told = {"log-prob": f"{token.logprob:.3f}", "probability": f"{token.probability:.1%}"}
-                told |= {"version": "" if token.version is None else str(token.version), "mask": "sampled"}
+                told |= {"version": str(token.version), "mask": "sampled"}
             cells.append({"place": str(token.position), "token": repr(token.text), "id": str(token.id)} | told)
     return cells
 

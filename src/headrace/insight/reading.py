@@ -123,7 +123,7 @@ class Reading:
             after_rowid = int(looked_at["after_rowid"][0]) if len(times) else last_rowid
             spans = tables.read_spans(connection, after_rowid=after_rowid)
         # those that came to their own end: the others would have been longer
-        answers = found[~np.isin(found["finish"], ("", FinishReason.ABORT))]
+        answers = found[found["finish"] != FinishReason.ABORT]
         tokens, signal, wall_s = rows.column("trained_tokens"), signal_of(answers), rows.column("wall_s")
         self.measured_steps = range(last_step + 1 - len(rows), last_step + 1)
         self.wall_s, self.step_s = float(np.nansum(wall_s)), Spread.of(wall_s)
@@ -152,8 +152,7 @@ class Reading:
 
 def signal_of(answers: Columns) -> BoolArray:
     """[G] whether the rewards of a group differ, of the groups with at least two verdicts."""
-    known = answers[np.isfinite(answers["reward"]) & np.isfinite(answers["serial"])]
-    groups, begins = tables.by_group(known)
+    groups, begins = tables.by_group(answers[np.isfinite(answers["reward"])])
     rewards = groups["reward"]
     differ: BoolArray = np.maximum.reduceat(rewards, begins) > np.minimum.reduceat(rewards, begins)
     return differ[np.diff(begins, append=len(rewards)) > 1]

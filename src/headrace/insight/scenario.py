@@ -86,7 +86,7 @@ def calibrate(run_dir: Path) -> Calibration:
         redone = tables.one(connection, "SELECT COALESCE(SUM(redone_steps), 0) FROM restarts")
         played = bool(config.episode.environment or config.episode.agent)
         between_s, after_s = _environment_s(connection) if played else (0.0, 0.0)
-    answers = found[(found["finish"] != "") & (found["num_tokens"] > 0)]
+    answers = found[found["num_tokens"] > 0]
     published = spans["version"][spans["stage"] == "publish"]
     if not len(rows) or not len(answers) or not len(published):
         raise RunError(f"{run_dir} has no complete step yet: there is nothing to take speeds from")

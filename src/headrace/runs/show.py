@@ -37,6 +37,7 @@ _SIMILAR = 5  # ids to suggest
 _SKIPPED = 20  # steps to name
 _SEARCHED = 20_000  # ids to compare with, where nothing narrows them down
 _ID = re.compile(r"(?P<serial>\d{1,15})(\.(?P<attempt>\d{1,9}))?:(?P<prompt_id>.+)/(?P<index>\d+)")
+NO_TOKENS = "No tokens are kept of a trajectory this old (recovery.journal_steps)."
 _BROKEN = "\ufffd"  # stands for bytes that are no whole character
 
 
@@ -67,12 +68,11 @@ class TrajectoryDetails:
             if found is None:
                 raise UnknownNameError(_unknown(connection, run_dir, id))
             moves = connection.execute(_MOVES, (id,)).fetchall()
-            try:  # its tokens are there only if it reached the buffer
+            try:
                 self.whole = next(iter(read_trajectories(connection, "t.id = ?", (id,))), None)
             except (SafetensorError, KeyError, ValueError) as error:
                 raise RunError(f"the tokens of trajectory {id} are damaged: {error}") from error
         self.id, self.prompt_id, self.serial, self.attempt, self.num_tokens, *more = found
-        # `finish` is None where it was ended before its time
         self.reward, parts, self.finish, spans, *times, self.state = more[:-3]
         self.drop_reason, self.lag, trained_step = more[-3:]
         self.reward_parts: dict[str, float] = json.loads(parts)
@@ -260,17 +260,14 @@ def token_texts(run_dir: Path) -> TokenTexts | None:
 
 
 def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
-    finish, why = found.finish or "not finished", why_dropped(found.drop_reason or "")
-    if finish in FINISH_WORDS:
-        finish = f"{finish}: {FINISH_WORDS[finish]}"
+    finish, why = f"{found.finish}: {FINISH_WORDS[found.finish]}", why_dropped(found.drop_reason or "")
     reward = "none" if found.reward is None else f"{found.reward:g}"
     parts = "  ".join(f"{name} {value:g}" for name, value in found.reward_parts.items())
-    group = "not known" if found.serial is None else f"{found.serial}, attempt {found.attempt}"
     versions = [f"version {s.version} sampled {count(s.end - s.start, 'token')}" for s in found.spans]
     return {
         "fate": FATE_WORDS[found.state].format(**vars(found), why=why),
         "prompt id": found.prompt_id,
-        "group": group,
+        "group": f"{found.serial}, attempt {found.attempt}",
         "finish": f"{finish}, after {count(found.num_tokens, 'token')}",
         "reward": f"{reward}  ({parts})" if parts else reward,
         **({"verdict": f"after {found.whole.verdict_s:.3g} s"} if found.whole and found.whole.verdict_s else {}),
@@ -296,11 +293,6 @@ def said(whole: Trajectory) -> dict[str, str]:
     return found | {title: text for title, text in verdict.items() if text}
 
 
-def why_no_tokens(found: TrajectoryDetails) -> str:
-    why = "this old (recovery.journal_steps)" if found.finish else "that did not come to its end"
-    return f"No tokens are kept of a trajectory {why}."
-
-
 def prompt_ids(whole: Trajectory) -> list[int]:
     """The tokens before the first that was sampled."""
     ids, sampled = whole.token_ids.tolist(), whole.sampled.tolist()
@@ -315,10 +307,9 @@ def tokens(whole: Trajectory, texts: TokenTexts | None, start: int = 0, num: int
     words = (texts.pieces(wanted) if texts else [str(id) for id in wanted])[behind:]
     version_of = {place: s.version for s in whole.spans for place in range(s.start, s.end)}
     for place, word in enumerate(words, start):
-        sampled: dict[str, Any] = {}
-        if whole.sampled[place]:
-            sampled = {"logprob": float(whole.logprobs[place]), "version": version_of.get(place)}
-        yield Token(position=place, id=ids[place], text=word, **sampled)
+        logprob = float(whole.logprobs[place]) if whole.sampled[place] else None
+        version = version_of.get(place)
+        yield Token(position=place, id=ids[place], text=word, logprob=logprob, version=version)
 
 
 def _unknown(connection: sqlite3.Connection, run_dir: Path, id: str) -> str:
