@@ -42,7 +42,7 @@ class Simulated:
             engine.advance(now_s)
             engine.busy_s -= max(0.0, engine.hold_s - now_s)  # a prompt that is not computed yet
         in_flight = sum(engine.so_far(row) for engine in engines for row in engine.ends)
-        in_flight += sum(group.done_tokens for group in run._running.values())
+        in_flight += sum(sum(group.ended) for group in run._running.values())
         if run.pool.lost_tokens:
             run.dropped[DropReason.REDONE] = run.pool.lost_tokens
         self.max_lag, self.steps, self.wall_s = run.max_lag, tuple(run.steps), wall_s
@@ -92,8 +92,7 @@ class _UnderWay:
     has_signal: bool
     parts: list[GroupPart]
     version: int = -1  # of the first token; -1 before
-    done_tokens: int = 0  # of those that are
-    ended: list[int] = field(default_factory=list)  # lengths of those
+    ended: list[int] = field(default_factory=list)  # lengths of those that are
     scored_s: float = 0.0  # when the last verdict so far is there
 
 
@@ -175,7 +174,6 @@ class _Simulation:
 
     def _on_end(self, group: _UnderWay, length: int) -> None:
         """An answer is complete: first come, first scored, whatever its group does."""
-        group.done_tokens += length
         group.ended.append(length)
         played_s, seconds = self.loop.time() + self.workload.environment_s, group.reward_s.pop()
         end_s = played_s + seconds
@@ -210,7 +208,7 @@ class _Simulation:
 
     async def _abort(self, serial: int) -> None:
         if (group := self._ended(serial)) is not None:  # else the buffer is getting it, and finds out by itself
-            self.dropped[DropReason.STALE] += self.pool.abort(group.parts) + group.done_tokens
+            self.dropped[DropReason.STALE] += self.pool.abort(group.parts) + sum(group.ended)
             await self.buffer.lose(serial, DropReason.STALE)
 
     def _on_drop(self, dropped: list[tuple[Trajectory, str]], group: Group, was_buffered: bool) -> None:
