@@ -111,7 +111,7 @@ def test_a_run_out_of_order_gives_a_message_or_a_part_of_it(site_dir: Path, name
         lambda: Overview(live),
         lambda: live.triage(),
         lambda: live.series(),
-        lambda: lag_bars(live.tally(LAGS), 1, None),
+        lambda: lag_bars(live.tally(LAGS), 1, 0.0),
         lambda: live.tally(PARTS),
         lambda: live.history(),
         lambda: sankey(read_accounts(live.path)),

@@ -208,7 +208,7 @@ def timeline(shown: Timeline) -> Drawn:
     return _chart("timeline", [{"data": bars}], x_axis=clock, y_axis={"data": lanes}), says
 
 
-def lag_bars(shares: Tally, last_step: int, allowed: float | None) -> Drawn:
+def lag_bars(shares: Tally, last_step: int, allowed: float) -> Drawn:
     """The share of each lag in the tokens of a few steps, stacked to a whole."""
     if not shares.sums:
         return {}, "Nothing has been trained on yet."
@@ -223,7 +223,7 @@ def lag_bars(shares: Tally, last_step: int, allowed: float | None) -> Drawn:
     for lag in np.flatnonzero(held.any(axis=1)):
         shown = held[lag, buckets] / held.sum(axis=0)[buckets]
         bars.append(_bar(f"lag {lag}{' or more' if lag == MOST_LAGS else ''}", LAG_COLOURS[lag], shown))
-    says = "" if allowed is None else f"loop.max_lag = {allowed}: older tokens are dropped as stale."
+    says = f"loop.max_lag = {allowed}: older tokens are dropped as stale."
     return _chart("lags", bars, {"data": names}, {}) | _legend(bars), says
 
 

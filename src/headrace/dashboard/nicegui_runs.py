@@ -153,8 +153,7 @@ class RunViews:
         self._curves(CARDS["ratio"], CARDS["weights"])
 
     def _lags(self) -> Drawn:
-        live, config = self._live, self._live.config()
-        allowed = None if config is None else config.loop.max_lag
+        live, allowed = self._live, run_config(self._live.path).loop.max_lag
         return charts.lag_bars(live.tally(books.LAGS), live.series().last_step, allowed)
 
     def publish(self) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
-from headrace.config import Config
 from headrace.config_file import cost_of, read_toml
 from headrace.dashboard import books
 from headrace.errors import ConfigError, HeadraceError, RunError
@@ -159,12 +158,6 @@ class LiveRun:
         with self._lock:
             self._triage, self._triaging = found, False
             self._next_triage_s = time.monotonic() + taken_s * (1 / TRIAGE_SHARE - 1)
-
-    def config(self) -> Config | None:
-        """None where its settings cannot be read."""
-        with suppress(RunError, ConfigError, OSError):
-            return run_config(self.path)
-        return None
 
 
 class Site:
