@@ -65,11 +65,10 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except HungError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(2)  # the libraries' own clearing up could wait for what hangs
         except HeadraceError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            if isinstance(error, HungError):
+                os._exit(2)  # the libraries' own clearing up could wait for what hangs
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)
