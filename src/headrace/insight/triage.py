@@ -196,8 +196,7 @@ class Triage:
         saved = {name: now.step_s - without_s for name, without_s in self.without.items()}
         tail_s = saved.pop(Bottleneck.TAIL)
         self.bottleneck = max(saved, key=lambda name: saved[name])
-        engines = Bottleneck.GENERATION
-        if self.bottleneck is engines and tail_s > TAIL_SHARE * saved[engines]:
+        if self.bottleneck is Bottleneck.GENERATION and tail_s > TAIL_SHARE * max(saved.values()):
             self.bottleneck = Bottleneck.TAIL  # it is a few long answers, not the work
         self.moves = _ranked(_moves(known, self.reading.config, now))
 
