@@ -229,7 +229,7 @@ def _show_sample(paper: Paper, run_dir: Path, account: str, id: str) -> None:
     with Ledger.open(run_dir) as ledger:
         asked = ledger.prompt(found.whole.prompt_id)
     expected = asked.get("fields", {}).get(run_config(run_dir).reward.answer_field)
-    texts = {"prompt": asked.get("text", "(not kept)"), "answer": found.whole.text}
+    texts = {"prompt": asked["text"], "answer": found.whole.text}
     texts |= {} if expected is None else {"expected": str(expected)}
     paper.sample(id, found.whole.reward, account.replace(":", ": ", 1), texts)
 

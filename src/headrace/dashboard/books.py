@@ -331,5 +331,5 @@ def _asked(
         given = show.prompt_ids(whole)[-MOST_PROMPT_TOKENS:]
         prompt = texts.text(given) if texts else " ".join(map(str, given))
     with Ledger.open(run_dir) as ledger:
-        fields = ledger.prompt(prompt_id).get("fields", {})  # none in ledgers of earlier versions
+        fields = ledger.prompt(prompt_id).get("fields", {})  # not kept of a very long prompt
     return texts, prompt, {name: str(value) for name, value in fields.items()}
