@@ -125,7 +125,7 @@ def read_series(run_dir: Path, before: Series) -> Series:
 
 
 def _derived(of: Mapping[str, Numbers]) -> Iterator[Numbers]:
-    """The columns in `_DERIVED`. What waits is as much as comes in a second times how long it waits."""
+    """Those in `_DERIVED`. What waits is as much as comes in a second times how long it waits."""
     yield from (of["reward_mean"] + sign * of["reward_std"] for sign in (-1, 1))
     yield np.diff(of["backlog_tokens"], prepend=0)
     with np.errstate(divide="ignore", invalid="ignore"):

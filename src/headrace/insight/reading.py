@@ -212,7 +212,7 @@ def _families(facts: RunFacts, books: Books, rows: RowColumns, restarts: list[Re
         yield f"buffered_{unit}", f"{title} scored and not yet trained on.", buffered
         yield f"in_flight_{unit}", f"{title} being generated or scored.", in_flight
     busy_s = {stage: float(np.nansum(rows.column(f"stage_s.{stage}"))) for stage in STAGES}
-    by_stage: dict[Labels, float] = {(("stage", stage),): taken_s for stage, taken_s in busy_s.items()}
+    by_stage: dict[Labels, float] = {(("stage", stage),): s for stage, s in busy_s.items()}
     yield "stage_seconds_total", "Seconds that each stage was busy.", by_stage
     for name, metric in ROW_METRICS.items():
         values, help = rows.column(name), f"{metric.help[0].upper()}{metric.help[1:]}"

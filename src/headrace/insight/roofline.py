@@ -36,7 +36,7 @@ CHANGED_SHARE = 0.02  # of bfloat16 weights in a step, as others found at learni
 CHANGED_BYTES = 2.1  # of a changed weight with its place: 2.0 if 4% changed, 2.1 at 2%, 2.25 at 1%
 BUCKET_BYTES = 512e6
 SENDERS = 8  # of the learner's devices, at most
-LAYERS_WHOLE = 3  # on each device that has a part: weights of a layer and of the next, gradients of one
+LAYERS_WHOLE = 3  # on each device that has a part: weights of two layers, gradients of one
 LAYER_NUMBERS = 17
 """Numbers that a layer keeps of each token for its backward pass, in multiples of its width: norms,
 projections, attention and the feed-forward part, without the attention matrix itself, which kernels

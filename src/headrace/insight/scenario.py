@@ -146,7 +146,7 @@ def _machine(
     elsewhere = during("evaluate") if apart else during(*learner)
     like_row_s = ROW_TOKENS * mean_token_s / workers
     decode_s, decode_row_s = decode_speed(running, answers["num_tokens"], elsewhere, like_row_s)
-    told_apart = apart and config.rollout.engine == "embedded"  # servers tell nothing of their bursts
+    told_apart = apart and config.rollout.engine == "embedded"  # servers tell of no bursts
     slow_share, slower = slow_workers(spans[spans["stage"] == "rollout"]) if told_apart else (0.0, 1.0)
     usual = 1 / (1 + slow_share * (slower - 1))  # what was measured is the mean of all workers
     optimizer_s, train_pass_s, token_s = training_speed(
@@ -183,7 +183,7 @@ def _machine(
 
 
 def slow_workers(rollout: Columns) -> tuple[float, float]:
-    """Share of the workers that are slow, and by how much: by the seconds of their engines' bursts."""
+    """Share of slow workers, and how much slower they are: by the seconds of their engines' bursts."""
     seconds, names = rollout["end_s"] - rollout["start_s"], rollout["worker"]
     paces = np.sort([np.median(seconds[names == name]) for name in np.unique(names)])
     slow = paces > SLOW * (paces[(len(paces) - 1) // 4] if len(paces) else 0.0)  # against the quicker ones

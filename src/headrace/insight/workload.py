@@ -15,7 +15,7 @@ import numpy as np
 from headrace.errors import ConfigError
 from headrace.runs.columns import Numbers
 
-# Φ(-9) is 1e-19, and 13 beyond the point where x·(1 - F) peaks nothing is left even of n = 10^7 answers
+# Φ(-9) is 1e-19, and 13 beyond the peak of x·(1 - F) nothing is left even of n = 10^7 answers
 LOWEST_Z, Z_ABOVE_SIGMA, NUM_CELLS = -9.0, 13.0, 4000
 _Z95 = 1.6448536269514722  # 95 in 100 normally distributed numbers are below this
 LEAST_SHARED = 32  # tokens of a prompt that are computed once for its group: learner/tree.py

@@ -260,7 +260,7 @@ def token_texts(run_dir: Path) -> TokenTexts | None:
 
 
 def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
-    finish, why = f"{found.finish}: {FINISH_WORDS[found.finish]}", why_dropped(found.drop_reason or "")
+    finish, why = FINISH_WORDS[found.finish], why_dropped(found.drop_reason or "")
     reward = "none" if found.reward is None else f"{found.reward:g}"
     parts = "  ".join(f"{name} {value:g}" for name, value in found.reward_parts.items())
     versions = [f"version {s.version} sampled {count(s.end - s.start, 'token')}" for s in found.spans]
@@ -268,7 +268,7 @@ def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
         "fate": FATE_WORDS[found.state].format(**vars(found), why=why),
         "prompt id": found.prompt_id,
         "group": f"{found.serial}, attempt {found.attempt}",
-        "finish": f"{finish}, after {count(found.num_tokens, 'token')}",
+        "finish": f"{found.finish}: {finish}, after {count(found.num_tokens, 'token')}",
         "reward": f"{reward}  ({parts})" if parts else reward,
         **({"verdict": f"after {found.whole.verdict_s:.3g} s"} if found.whole and found.whole.verdict_s else {}),
         "policy": ", then ".join(versions) or "not known",
