@@ -40,8 +40,8 @@ async def test_a_run_trains_adapters_and_writes_a_model_without(workshop: Worksh
 
 
 async def test_adapters_have_an_exact_form(workshop: Workshop):
-    await play(workshop.config("exact", *SETTINGS, "model.exact=true", reward="dense"))
-    rows = rows_of(workshop.directory / "exact")
+    await play(workshop.config("adapters-exact", *SETTINGS, "model.exact=true", reward="dense"))
+    rows = rows_of(workshop.directory / "adapters-exact")
     assert all(row.grad_norm > 0 and row.mismatch_mean == 0.0 for row in rows)
     assert len(rows) == 3
 
