@@ -260,7 +260,7 @@ def token_texts(run_dir: Path) -> TokenTexts | None:
 
 
 def trajectory_facts(found: TrajectoryDetails) -> dict[str, str]:
-    finish, why = FINISH_WORDS[found.finish], why_dropped(found.drop_reason or "")
+    finish, why = FINISH_WORDS.get(found.finish, "not known"), why_dropped(found.drop_reason or "")
     reward = "none" if found.reward is None else f"{found.reward:g}"
     parts = "  ".join(f"{name} {value:g}" for name, value in found.reward_parts.items())
     versions = [f"version {s.version} sampled {count(s.end - s.start, 'token')}" for s in found.spans]
