@@ -126,7 +126,7 @@ def test_the_release_is_that_of_the_python_in_the_command(tmp_path: Path):
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("__version__ = '0.26.0'\n")
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}/site exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\ncd {tmp_path}/site && exec {sys.executable} "$@"\n')
     python.chmod(0o755)
     assert numbers(installed(f"{python} -m vllm.entrypoints.openai.api_server")) == [0, 26, 0]
     for unknown in (f"{sys.executable} -m vllm", "nowhere", "", "python 'x"):

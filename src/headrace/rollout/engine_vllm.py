@@ -98,8 +98,8 @@ class VllmEngine(ServerEngine):
 def installed(command: str) -> str:
     """The release of vLLM that a command's Python has; a new one if that cannot be seen."""
     with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
-        asked = [shlex.split(command)[0], "-c", RELEASE]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout
+        asked = [shlex.split(command)[0], "-E", "-c", RELEASE]  # its server has no PYTHONPATH of ours
+        return subprocess.run(asked, capture_output=True, text=True, timeout=START_S, check=True).stdout
     return LABELS
 
 
