@@ -2,10 +2,11 @@
 
     python benchmarks/mismatch.py                            # dense and mixture, three ways, seeds 0 to 2; float32
     python benchmarks/mismatch.py --max-lag 4
+    python benchmarks/mismatch.py --device cuda              # in bfloat16
 
-Sampling is cut at top-p 0.9. The engine notes which tokens it sampled from, and the learner takes log-probs over the
-same; with `no masks` it does not get them. Experts are replayed in every run. All runs of a model begin with its
-warm start, and go on until they have generated `--tokens`, at a constant learning rate. A run is a
+Sampling is cut at top-p 0.9. The engine notes which tokens it sampled from and which experts saw a token, and the
+learner takes log-probs over the same; with `no masks`, or `no routes`, it does not get them. All runs of a model begin
+with its warm start, and go on until they have generated `--tokens`, at a constant learning rate. A run is a
 process of its own with one thread.
 """
 
@@ -16,6 +17,7 @@ import itertools
 import json
 import statistics
 import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +30,13 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from headrace.api import train
 from headrace.config_file import DEMO, load_config
-from headrace.learner.ranks import Intake
+from headrace.learner import learner
+from headrace.learner.batch import Batch, pack
 from headrace.policy.demo import character_tokenizer
-from headrace.types import Group, Trajectory
+from headrace.policy.routes import Routers
+from headrace.types import Item
 
-WAYS = ("default", "exact", "no masks")
+WAYS = ("default", "exact", "no masks", "no routes")
 NUMBERS = ("ratio_mean", "ratio_p01", "ratio_p99", "ratio_outside", "effective_samples", "mismatch_k3", "clipped_share")
 
 
@@ -43,12 +47,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         write_mixture(Path(directory) / "mixture")
         for model, path in {"dense": "demo", "mixture": f"{directory}/mixture"}.items():
-            begin = [f"model.path={path}", f"run.dir={directory}/warm-{model}", "loop.steps=1", "learner.lr=1e-12"]
-            train(load_config(DEMO, [*COMMON, *begin]))
-        every = {"tokens": arguments.tokens, "lag": arguments.max_lag, "in": directory}
+            begin = [f"model.path={path}", f"model.device={arguments.device}", f"run.dir={directory}/warm-{model}"]
+            train(load_config(DEMO, [*COMMON, *begin, "loop.steps=1", "learner.lr=1e-12"]))
+        every = {"tokens": arguments.tokens, "lag": arguments.max_lag, "device": arguments.device, "in": directory}
         jobs = [
             {"model": model, "way": way, "seed": seed, **every}
             for seed, model, way in itertools.product(arguments.seeds, ("dense", "mixture"), WAYS)
+            if (model, way) != ("dense", "no routes")
         ]
         with ThreadPoolExecutor(arguments.at_once) as pool:
             runs = list(pool.map(_run, jobs))
@@ -89,28 +94,26 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _child(job: dict[str, Any]) -> None:
-    if job["way"] == "no masks":
-        forget_masks()
+    if job["way"].startswith("no "):
+        learner.pack = without(job["way"].removeprefix("no "))  # type: ignore[attr-defined]
     meter = Meter(job["tokens"])
     settings = [f"model.path={job['in']}/warm-{job['model']}/model", f"run.seed={job['seed']}", "rollout.top_p=0.9"]
     settings += [f"loop.max_lag={job['lag']}", "warmstart.steps=0", "loop.steps=1000"]
+    settings += [f"model.device={job['device']}", f"model.dtype={'float32' if job['device'] == 'cpu' else 'bfloat16'}"]
     settings.append(f"model.exact={'true' if job['way'] == 'exact' else 'false'}")
     score = score_in_the_end(settings, meter, f"{job['in']}/{job['model']}-{job['way']}-{job['seed']}")
     means = {name: statistics.fmean(getattr(row, name) for row in meter.rows) for name in NUMBERS}
     print(json.dumps({"steps": meter.steps, "generated": meter.generated, "score": score or 0.0, **means}))
 
 
-def forget_masks() -> None:
-    """From now on the learner does not get the masks that the engine noted."""
-    add = Intake.add
+def without(what: str) -> Callable[..., Batch]:
+    """`pack`, without the masks or the routes that the engine noted."""
 
-    def without(t: Trajectory) -> Trajectory:
-        return t if t.replay is None else replace(t, replay=replace(t.replay, support_ids=None, support_offsets=None))
+    def packed(items: Sequence[Item], device: torch.device, routers: Routers | None = None, *heats: Any) -> Batch:
+        batch = pack(items, device, None if what == "routes" else routers, *heats)
+        return replace(batch, support=None) if what == "masks" else batch
 
-    def add_without(self: Intake, group: Group, *rest: Any) -> Any:
-        return add(self, replace(group, trajectories=tuple(map(without, group.trajectories))), *rest)
-
-    Intake.add = add_without  # type: ignore[method-assign]
+    return packed
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -128,6 +131,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--max-lag", type=float, default=0)
     parser.add_argument("--tokens", type=positive, default=200_000, help="that a run generates")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--at-once", type=positive, default=2, help="runs beside each other, one thread each")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
