@@ -37,6 +37,7 @@ from headrace.policy.routes import Routers
 from headrace.types import Item
 
 WAYS = ("default", "exact", "no masks", "no routes")
+DTYPES = {"cpu": "model.dtype=float32", "cuda": "model.dtype=bfloat16"}
 NUMBERS = ("ratio_mean", "ratio_p01", "ratio_p99", "ratio_outside", "effective_samples", "mismatch_k3", "clipped_share")
 
 
@@ -48,7 +49,7 @@ def main() -> None:
         write_mixture(Path(directory) / "mixture")
         for model, path in {"dense": "demo", "mixture": f"{directory}/mixture"}.items():
             begin = [f"model.path={path}", f"model.device={arguments.device}", f"run.dir={directory}/warm-{model}"]
-            train(load_config(DEMO, [*COMMON, *begin, "loop.steps=1", "learner.lr=1e-12"]))
+            train(load_config(DEMO, [*COMMON, *begin, DTYPES[arguments.device], "loop.steps=1", "learner.lr=1e-12"]))
         every = {"tokens": arguments.tokens, "lag": arguments.max_lag, "device": arguments.device, "in": directory}
         jobs = [
             {"model": model, "way": way, "seed": seed, **every}
@@ -99,7 +100,7 @@ def _child(job: dict[str, Any]) -> None:
     meter = Meter(job["tokens"])
     settings = [f"model.path={job['in']}/warm-{job['model']}/model", f"run.seed={job['seed']}", "rollout.top_p=0.9"]
     settings += [f"loop.max_lag={job['lag']}", "warmstart.steps=0", "loop.steps=1000"]
-    settings += [f"model.device={job['device']}", f"model.dtype={'float32' if job['device'] == 'cpu' else 'bfloat16'}"]
+    settings += [f"model.device={job['device']}", DTYPES[job["device"]]]
     settings.append(f"model.exact={'true' if job['way'] == 'exact' else 'false'}")
     score = score_in_the_end(settings, meter, f"{job['in']}/{job['model']}-{job['way']}-{job['seed']}")
     means = {name: statistics.fmean(getattr(row, name) for row in meter.rows) for name in NUMBERS}
