@@ -35,7 +35,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from headrace.config import LearnerSection, ModelSection
 from headrace.errors import ModelError
 from headrace.learner.batch import split
-from headrace.learner.learner import Learner, Sharding
+from headrace.learner.learner import Learner
+from headrace.learner.optimizer import Sharding
 from headrace.policy.demo import character_tokenizer
 from headrace.policy.exact import WORKSPACE
 from headrace.policy.family import in_family

@@ -36,7 +36,8 @@ from headrace.config import LearnerSection, ModelSection
 from headrace.insight.hardware import find_device, model_shape
 from headrace.insight.roofline import Roofline
 from headrace.learner.batch import balanced, split
-from headrace.learner.learner import Learner, Sharding
+from headrace.learner.learner import Learner
+from headrace.learner.optimizer import Sharding
 from headrace.policy.demo import character_tokenizer, write_random
 from headrace.policy.policy import load_policy
 from headrace.policy.tensor_files import sizes_of_model

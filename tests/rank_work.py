@@ -17,7 +17,8 @@ from torch.distributed import TCPStore
 
 from headrace.config import LearnerSection, ModelSection
 from headrace.learner.batch import split
-from headrace.learner.learner import Learner, Sharding
+from headrace.learner.learner import Learner
+from headrace.learner.optimizer import Sharding
 from headrace.learner.ranks import Intake
 from headrace.measured import StepStats
 from headrace.policy.policy import Policy, load_policy

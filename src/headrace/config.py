@@ -222,8 +222,11 @@ class LearnerSection(SettingsSection):
         "grpo", "how rewards become advantages: grpo, dr-grpo, rloo, reinforce++, gae (a critic) or file.py:function"
     )
     gae_lambda: UpToOne = setting(1.0, "gae: 0 trusts the critic's next value, 1 the rewards alone")
-    value_lr: NonNegativeFloat = setting(1e-4, "learning rate of the critic's head", most=MOST)
-    value_coef: NonNegativeFloat = setting(0.1, "weight of the critic's loss in the policy's gradient", most=MOST)
+    critic: Annotated[float, Field(ge=0, le=MOST)] | Home = setting(
+        0.1,
+        "gae: weight in the policy's gradient of a critic on its body; or a directory: a critic of its own",
+    )
+    value_lr: NonNegativeFloat = setting(1e-4, "learning rate of the critic", most=MOST)
     credit: Literal["episode", "turn", "state", "agent"] = setting(
         "episode",
         "what turns are credited with: the episode's reward, their own return compared by turn or state, or what their "
@@ -390,6 +393,8 @@ def _of_learning(config: Config) -> Iterator[str]:
         yield "learner.correction_limits: the first must be smaller than the second"
     if learner.kl_coef and learner.kl_in == "loss" and learner.kl_estimator == "k1":
         yield "learner.kl_in = 'loss' and learner.kl_estimator = 'k1': its gradient averages to zero; use k2 or k3"
+    if learner.advantage != "gae" and isinstance(learner.critic, str):
+        yield f"learner.critic = '{learner.critic}' needs learner.advantage = 'gae'"
     if config.publish.encoding == "adapter" and not learner.lora_rank:
         yield "publish.encoding = 'adapter' and learner.lora_rank = 0: there are no adapters; use full or delta"
     if learner.correction == "truncated" and learner.loss in ("cispo", "gspo"):

@@ -18,12 +18,12 @@ from pydantic.fields import FieldInfo
 
 from headrace.config import BUILT_IN, DEMOS, MOST, Config, RolloutSection
 from headrace.errors import ConfigError
-from headrace.user_code import names_file, names_function
+from headrace.user_code import gpus_said, names_file, names_function
 
 COMMAND_LINE = "command line"
 NAME_FUNCTIONS = (*BUILT_IN, "reward.function", "buffer.filters", "episode.environment", "episode.agent")
 NAME_SOURCES = ("prompts.source", "prompts.eval_source", "warmstart.source", "learner.teacher")  # or a function
-NAME_MODELS = ("model.path", "model.tokenizer")
+NAME_MODELS = ("model.path", "model.tokenizer", "learner.critic")
 NAME_FILES = (*NAME_FUNCTIONS, *NAME_SOURCES, *NAME_MODELS)
 DEMO = Path(__file__).parent / "recipes" / "demo.toml"  # what `headrace train` runs without a file
 HARDWARE = Path(__file__).with_name("hardware.toml")  # what devices can do and cost
@@ -79,6 +79,8 @@ def _absolute(key: str, spec: Any) -> Any:
     """Also of a function in a module that is a file here, unless an installed one has its name."""
     if isinstance(spec, tuple):
         return tuple(_absolute(key, one) for one in spec)
+    if not isinstance(spec, str):
+        return spec  # a number in its place
     place, colon, name = spec.rpartition(":")
     if spec.startswith("regex:") or (key == "episode.agent" and not names_function(spec)):
         return spec
@@ -129,11 +131,16 @@ def gpus_of(section: RolloutSection) -> int:
     return math.prod(map(int, re.findall(r"-(?:parallel-size|tp-size|pp-size|tp)[ =](\d+)", section.command)))
 
 
-def num_devices(config: Config) -> int:
+def gpus_of_rewards(config: Config) -> float:
+    """Those that the files of reward functions and filters ask for, on Ray."""
+    return config.reward.workers * sum(map(gpus_said, (config.reward.function, *config.buffer.filters)))
+
+
+def num_devices(config: Config) -> float:
     """The GPUs that a run asks for, or where its model is on CPUs the workers."""
     if config.place.cluster == "local":
         return 1
-    ranks = config.learner.ranks
+    ranks = config.learner.ranks + gpus_of_rewards(config)
     return ranks if config.place.layout == "colocated" else ranks + config.rollout.workers * gpus_of(config.rollout)
 
 

@@ -1,5 +1,6 @@
 """Load, limit and quieten code that is not ours: functions of users, and libraries."""
 
+import ast
 import contextlib
 import ctypes
 import difflib
@@ -8,17 +9,19 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 import sys
 import threading
 import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.errors import HeadraceError, MissingExtraError
+from headrace.errors import HeadraceError, MissingExtraError, RewardError
 
 MAX_DETAIL_CHARS = 1500
 TEMPLATE_S = 10.0  # a chat template that takes longer is taken to run for ever
@@ -122,6 +125,18 @@ def names_file(place: str) -> bool:
 def names_function(agent: str) -> bool:
     """Whether it is file.py:function or module:function, not a command with colons."""
     return ":" in agent and not any(map(str.isspace, agent)) and agent.rpartition(":")[2].isidentifier()
+
+
+@cache
+def gpus_said(spec: str) -> float:
+    """The number in a line `GPUS = 0.5` of the function's file, which is not run for that; 0 without one."""
+    place, path = spec.rpartition(":")[0], Path(os.path.expanduser(spec.rpartition(":")[0]))
+    lines = ast.parse(path.read_bytes()).body if names_file(place) and path.is_file() else []
+    said = [node for node in lines if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GPUS"]
+    value = ast.unparse(said[-1].value) if said else "0"
+    if not re.fullmatch(r"0?\.\d+|\d+(\.0)?", value):
+        raise RewardError(f"{place}: GPUS = {value} is neither a share of a GPU, such as 0.5, nor a whole number")
+    return float(value)
 
 
 def source_hash(spec: str) -> str:

@@ -11,7 +11,8 @@ import torch
 from hand_made import group_of, trajectory
 
 from headrace.config import LearnerSection
-from headrace.learner.learner import Learner, Optimizer
+from headrace.learner.learner import Learner
+from headrace.learner.optimizer import Optimizer
 from headrace.learner.ranks import Intake
 from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy

@@ -12,7 +12,8 @@ from hand_made import group_of, trajectory
 from torch.distributed import TCPStore
 
 from headrace.config import LearnerSection, ModelSection
-from headrace.learner.learner import Learner, Sharding
+from headrace.learner.learner import Learner
+from headrace.learner.optimizer import Sharding
 from headrace.learner.ranks import Intake
 from headrace.policy.policy import Policy, load_policy
 from headrace.rollout.engine import Engine

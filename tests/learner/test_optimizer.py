@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.config import LearnerSection
-from headrace.learner.learner import Optimizer
+from headrace.learner.optimizer import Optimizer
 
 
 def parameter(*values: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from headrace.config import LearnerSection
 from headrace.config_file import load_config
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelError
 from headrace.learner.credit import token_rewards
 from headrace.learner.objective import gae, value_loss
+from headrace.learner.ranks import Intake
+from headrace.policy.demo import build_demo
 from headrace.policy.policy import Policy
 from headrace.types import FinishReason, Group, Trajectory, Turn
 
@@ -89,22 +91,30 @@ def hidden_and_logprobs(model: Policy, t: Trajectory) -> tuple[Tensor, Tensor]:
     return out.hidden_states[-1][0, at - 1], logprobs
 
 
-def by_hand(policy: Policy, steps: list[list[Group]], s: LearnerSection) -> list[Tensor]:
+def by_hand(policy: Policy, steps: list[list[Group]], s: LearnerSection, critic: Policy | None = None) -> list[Tensor]:
     """PPO's updates, sequence by sequence with the model's own attention, and plain AdamW."""
-    model, head = stock(policy), nn.Linear(policy.config.hidden_size, 1, dtype=torch.float64)
+    model, own = stock(policy), None if critic is None else stock(critic)
+    head = nn.Linear((own or model).config.hidden_size, 1, dtype=torch.float64)
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     optimizers = [
         torch.optim.AdamW(module.parameters(), lr=lr, betas=s.betas, weight_decay=0.0)
-        for module, lr in ((model.model, s.lr), (head, s.value_lr))
+        for module, lr in ((model.model, s.lr), (head, s.value_lr), *([(own.body, s.value_lr)] if own else []))
     ]
+
+    def values_of(hidden: Tensor, t: Trajectory) -> Tensor:
+        if own is None:
+            assert isinstance(s.critic, float)
+            return head(s.critic * hidden + (1 - s.critic) * hidden.detach())[:, 0]  # type: ignore[no-any-return]
+        return head(hidden_and_logprobs(own, t)[0])[:, 0]  # type: ignore[no-any-return]
+
     for groups in steps:
         answers = [t for g in groups for t in g.trajectories]
         known, raw = [], []
         for t in answers:
             with torch.no_grad():
                 hidden, proximal = hidden_and_logprobs(model, t)
-                values = head(hidden)[:, 0]
+                values = values_of(hidden, t)
             rewards = [0.0] * (len(values) - 1) + [t.reward]
             (advantage,) = gae([np.array(rewards)], [values.numpy()], discount=s.discount, decay=s.gae_lambda)
             known.append((proximal, values, values + torch.from_numpy(advantage)))
@@ -123,15 +133,15 @@ def by_hand(policy: Policy, steps: list[list[Group]], s: LearnerSection) -> list
                 terms = -torch.minimum(ratio * white[i], bound * white[i])
                 if s.loss == "decoupled-ppo":
                     terms = (proximal - behaviour).exp() * terms
-                mixed = s.value_coef * hidden + (1 - s.value_coef) * hidden.detach()
-                terms = terms + value_loss(head(mixed)[:, 0], start, returns, low=s.clip[0], high=s.clip[1])
+                terms = terms + value_loss(values_of(hidden, answers[i]), start, returns, low=s.clip[0], high=s.clip[1])
                 (terms.sum() / sum(len(white[j]) for j in chosen)).backward()
             for optimizer in optimizers:
                 parameters = optimizer.param_groups[0]["params"]
                 torch.nn.utils.clip_grad_norm_(parameters, s.grad_clip)
                 optimizer.step()
                 optimizer.zero_grad()
-    return [p.detach() for p in (*model.model.parameters(), *head.parameters())]
+    bodies = model.model.parameters(), head.parameters(), () if own is None else own.body.parameters()
+    return [p.detach() for parameters in bodies for p in parameters]
 
 
 @pytest.mark.parametrize("loss", ["ppo", "decoupled-ppo"])
@@ -150,6 +160,36 @@ def test_updates_are_those_of_the_formulas(policy: Policy, loss: str, epochs: in
     assert learner.step_index == 2
     assert stats.value_loss > 0
     assert stats.mismatch.count == sum(t.num_sampled_tokens for g in steps[1] for t in g.trajectories)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_can_be_a_model_of_its_own(
+    make_policy: Callable[..., Policy], policy: Policy, tmp_path: Path, tied: bool
+):
+    critic = make_policy("Qwen3", dtype=torch.float64, hidden_size=32, num_hidden_layers=1, tie_word_embeddings=tied)
+    critic.save(tmp_path / "critic")
+    section = PPO.model_copy(update={"critic": str(tmp_path / "critic"), "minibatches": 2, "micro_batch_tokens": 31})
+    steps = [make_groups(policy, off_by=0.1), make_groups(policy, off_by=0.2)]
+    learner = learner_for(clone(policy), section)
+    for groups in steps:
+        take_step(learner, groups)
+    assert learner._critic is not None
+    assert learner._critic.body is not None
+    parts = learner.policy.model, learner._critic.head, learner._critic.body.body
+    found = [p for module in parts for p in module.parameters()]
+    for mine, expected in zip(found, by_hand(policy, steps, section, critic), strict=True):
+        torch.testing.assert_close(mine.detach(), expected, rtol=0, atol=1e-5)  # a step is 3e-3
+    trained = {name for name in learner.tensors() if name.startswith("value.body.master.")}
+    assert "value.body.master.lm_head.weight" not in trained
+    assert len(trained) == len(list(learner._critic.body.body.parameters()))
+
+
+def test_a_critic_reads_the_tokens_of_the_policy(make_policy: Callable[..., Policy], policy: Policy, tmp_path: Path):
+    build_demo(tmp_path / "demo", seed=0, chat=True)
+    with pytest.raises(ModelError, match=r"learner\.critic = .* has another vocabulary than the model"):
+        learner_for(policy, PPO.model_copy(update={"critic": str(tmp_path / "demo")}))
+    with pytest.raises(ModelError, match=r"learner\.critic = 'nowhere': no such directory or file"):
+        Intake(PPO.model_copy(update={"critic": "nowhere"}))
 
 
 def test_the_clip_of_decoupled_ppo_acts_after_the_first_update(policy: Policy):
@@ -189,6 +229,8 @@ def test_an_update_that_is_not_finite_leaves_the_critic_alone(policy: Policy):
             ["learner.minibatches=9", "loop.groups_per_step=8"],
             ["learner.minibatches", "loop.groups_per_step", "group of its own"],
         ),
+        (["learner.critic=my/critic"], ["learner.critic = 'my/critic' needs learner.advantage = 'gae'"]),
+        (["learner.critic=-1"], ["learner.critic", "-1"]),
         (["learner.advantage=gea"], ["learner.advantage = 'gea' is none of", "'gae'", "file.py:function"]),
         (["learner.loss=ppo2"], ["learner.loss = 'ppo2' is none of", "'ppo'"]),
     ],

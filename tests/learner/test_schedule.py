@@ -4,7 +4,7 @@ from typing import Any, get_args
 import pytest
 
 from headrace.config import LearnerSection
-from headrace.learner.learner import learning_rate
+from headrace.learner.optimizer import learning_rate
 
 KINDS = get_args(LearnerSection.model_fields["schedule"].annotation)
 

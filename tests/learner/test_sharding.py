@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from headrace.config import LearnerSection, ModelSection, WarmstartSection
 from headrace.errors import ModelError
 from headrace.learner.batch import pack, split
-from headrace.learner.learner import Sharding, WarmStart
+from headrace.learner.learner import WarmStart
+from headrace.learner.optimizer import Sharding
 from headrace.learner.ranks import Intake
 from headrace.policy.policy import Policy, load_policy
 from headrace.policy.shards import Shards
@@ -426,9 +427,12 @@ def test_ranks_have_the_teacher_in_parts(
 # ---- a critic
 
 
+@pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("change", [{"minibatches": 1}, {"epochs": 2, "minibatches": 3}])
-def test_ranks_take_the_same_updates(saved: Callable[..., Path], change: dict[str, int]):
+def test_ranks_take_the_same_updates(saved: Callable[..., Path], change: dict[str, Any], own: bool):
     directory, steps = saved(), make_steps()
+    if own:
+        change = change | {"critic": str(saved("Llama", num_hidden_layers=3)), "value_lr": LR}
     section = LearnerSection(advantage="gae", gae_lambda=0.9, lr=LR, micro_batch_tokens=32, **change)
     outcomes = on_ranks(2, take_steps, directory, section, steps)
     assert_all_ranks_agree(outcomes)

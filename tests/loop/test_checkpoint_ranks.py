@@ -14,7 +14,8 @@ from hand_made import group_of, trajectory
 from rank_work import Outcome, learner_of, load, on_ranks, take_step
 
 from headrace.config import LearnerSection
-from headrace.learner.learner import Learner, Sharding
+from headrace.learner.learner import Learner
+from headrace.learner.optimizer import Sharding
 from headrace.loop.checkpoint import Checkpoint, Checkpoints
 from headrace.policy.policy import Policy
 from headrace.policy.tensor_files import copies, read_tensors, write_tensors

@@ -10,6 +10,7 @@ from tiny_runs import Workshop, rows_of, same_bits, weights
 
 from headrace import api
 from headrace.errors import ConfigError
+from headrace.policy.demo import build_demo
 from headrace.runs.audit import audit, books
 
 PPO = ("learner.advantage=gae", "learner.epochs=2", "learner.minibatches=2", "loop.groups_per_step=4")
@@ -24,10 +25,14 @@ def test_one_answer_per_prompt_is_enough_for_a_critic(workshop: Workshop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [PPO, ("learner.epochs=2", "learner.minibatches=2")], ids=["critic", "updates"])
-def test_a_killed_run_ends_with_the_bits_of_an_unbroken_one(workshop: Workshop, settings: tuple[str, ...]):
+@pytest.mark.parametrize("kind", ["critic", "own-critic", "updates"])
+def test_a_killed_run_ends_with_the_bits_of_an_unbroken_one(workshop: Workshop, tmp_path: Path, kind: str):
+    settings = ("learner.epochs=2", "learner.minibatches=2") if kind == "updates" else PPO
+    if kind == "own-critic":
+        build_demo(tmp_path / "critic", seed=1, chat=False)
+        settings += (f"learner.critic={tmp_path}/critic",)
     steps = ("loop.steps=8", "recovery.every_steps=3")
-    for run, unbroken in killed_runs(workshop, f"ppo-{len(settings)}", (*settings, *steps)):
+    for run, unbroken in killed_runs(workshop, f"ppo-{kind}", (*settings, *steps)):
         assert audit(run) == []
         assert same_bits(weights(run), weights(unbroken))
         losses = [[(row.loss, row.value_loss) for row in rows_of(one)] for one in (run, unbroken)]

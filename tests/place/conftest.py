@@ -17,8 +17,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture(scope="module")
 def local_ray() -> Iterator[None]:
-    """A cluster on this machine that runs join instead of starting their own; a process has one at a time."""
-    with ray_runs.local_ray():
+    """A cluster on this machine that runs join instead of starting their own; a process has one at a time.
+
+    Its GPU is only counted.
+    """
+    with ray_runs.local_ray(num_gpus=1):
         yield
 
 

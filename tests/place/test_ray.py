@@ -12,17 +12,18 @@ import pytest
 import torch
 from chat_runs import ChatWorkshop
 from ray_runs import IN_TURNS, ON_RAY, assert_same_result, begun_here, kill, train, trained_tokens
-from tiny_runs import Workshop, weights
+from tiny_runs import Workshop, rows_of, weights
 
 from headrace import api
 from headrace.config_file import load_config
-from headrace.errors import ConfigError, MissingExtraError, RunError
+from headrace.errors import ConfigError, MissingExtraError, RewardError, RunError
 from headrace.ledger.files import run_config, scale
 from headrace.ledger.journal import read_trajectories
 from headrace.ledger.ledger import Ledger
 from headrace.measured import Row
 from headrace.place.place import Place, _gpus_of_a_worker, open_place
 from headrace.runs.audit import audit, books
+from headrace.user_code import gpus_said
 
 AGENT = """
 import json, urllib.request
@@ -157,6 +158,37 @@ def test_more_workers_than_gpus_are_refused_with_the_numbers(workshop: Workshop)
     with pytest.raises(ConfigError, match=r"rollout.workers = 2 and learner.ranks = 2 need 4 GPUs, .* has 3"):
         _gpus_of_a_worker(config, SimpleNamespace(num_gpus=3))  # type: ignore[arg-type]
     assert _gpus_of_a_worker(config, SimpleNamespace(num_gpus=4)) == 1.0  # type: ignore[arg-type]
+
+
+RATER = """
+import os
+
+GPUS = 0.5
+
+def score(completion):
+    return 1.0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "0" else 0.0
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_a_reward_function_get_the_gpus_that_it_asks_for(workshop: Workshop, tmp_path: Path):
+    (tmp_path / "rater.py").write_text(RATER)
+    rated = ("place.cluster=ray", f"reward.function={tmp_path}/rater.py:score")
+    with pytest.raises(ConfigError, match=r"^reward.workers = 3 need 1.5 GPUs, and the cluster has 1: use fewer"):
+        api.train(workshop.config("too-many-raters", *rated, "reward.workers=3"))
+    settings = ("reward.workers=2", "buffer.drop=nothing", "loop.steps=2")
+    summary = api.train(workshop.config("raters", *rated, *settings))
+    assert [row.reward_mean for row in rows_of(workshop.directory / "raters")] == [1.0, 1.0]
+    assert summary["finished"]
+
+
+@pytest.mark.parametrize("value", ["1.5", "-1", "os.cpu_count()", "'one'"])
+def test_gpus_are_a_share_or_a_number(tmp_path: Path, value: str):
+    (tmp_path / "rater.py").write_text(f"GPUS = 2\nGPUS = {value}\n")
+    with pytest.raises(RewardError, match=r"rater.py: GPUS = .* is neither a share of a GPU, such as 0.5, nor"):
+        gpus_said(f"{tmp_path}/rater.py:score")
+    (tmp_path / "other.py").write_text("GPUS = 2.0\n")
+    assert [gpus_said(spec) for spec in (f"{tmp_path}/other.py:score", "exact", "module:score", "")] == [2, 0, 0, 0]
 
 
 def test_settings_that_need_a_cluster_say_so(workshop: Workshop):

@@ -7,34 +7,26 @@ So the result does not depend on how the step was cut into micro-batches or amon
 several updates per step (`learner.epochs`, `learner.minibatches`).
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from headrace.config import LearnerSection, ModelSection, WarmstartSection
 from headrace.errors import ModelError
-from headrace.kernels import AVAILABLE, adamw
 from headrace.learner.batch import Batch, balanced, pack
 from headrace.learner.mismatch import NUM_SUMS, mismatch_of, mismatch_sums
 from headrace.learner.objective import STD_FLOOR, balance, gae, normaliser, objective
+from headrace.learner.optimizer import Optimizer, Sharding, learning_rate
 from headrace.measured import Mismatch, StepStats
-from headrace.policy.attention import PackedPlan
 from headrace.policy.policy import Policy, load_policy
 from headrace.types import Example, FloatArray, Group, Item, Order, Prompt, Sampling, Span, Trajectory
-
-Named = Iterable[tuple[str, nn.Parameter]]
 
 
 class Learner:
@@ -61,15 +53,14 @@ class Learner:
         if section.checkpoint_activations:
             policy.checkpoint_activations()
         self._optimizer = Optimizer(policy.held(), section, sharding)
-        self._critic = Critic(policy, section, sharding) if section.advantage == "gae" else None
+        self._critic = critic = Critic(policy, section, sharding) if section.advantage == "gae" else None
+        self._bodies = [policy] if critic is None or critic.body is None else [policy, critic.body]
         self._limit_s = 0.0  # see `StepStats`
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint stores: master weights and moments, as DTensors with a sharding."""
-        found, shards = self._optimizer.tensors(), self.policy.shards
-        if shards is not None:
-            found = {name: shards.as_part(name.split(".", 1)[1], part) for name, part in found.items()}
-        values = {} if self._critic is None else self._critic.optimizer.tensors()
+        values = {} if self._critic is None else self._critic.tensors()
+        found = as_parts(self._optimizer, self.policy)
         return found | {f"value.{name}": tensor for name, tensor in values.items()}
 
     def weights(self, dtype: torch.dtype, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -90,8 +81,8 @@ class Learner:
     def loaded(self, step: int) -> None:
         """The tensors were written to from outside: they are those after `step` steps."""
         self._optimizer.loaded()
-        if self._critic is not None:
-            self._critic.optimizer.loaded()
+        for optimizer in self._critic.optimizers if self._critic else ():
+            optimizer.loaded()
         self.step_index = step
 
     @torch.no_grad()
@@ -153,24 +144,29 @@ class Learner:
             if part:
                 yield part, pack(part, policy.device, routers, self._heats)
             else:
-                take_part(policy, backward=backward)
+                take_part(self._logprobs if policy is self.policy else plainly(policy), policy, backward=backward)
 
     def _backward(self, batch: Batch) -> Tensor:
         """Add the micro-batch's gradients. Returns, on the device, what `_sums[1:]` adds up."""
         with torch.enable_grad():
             passed, length = self._logprobs(batch), self._constant_length
             loss, clipped, divergence, critic = objective(self.section, batch, passed, constant_length=length)
-            self._optimizer.make_room()
+            for optimizer in (self._optimizer, *(self._critic.optimizers if self._critic else ())):
+                optimizer.make_room()
             loss.backward()
-        self._limit_s += 3 * self.policy.pass_s(batch.plan)
+        self._limit_s += 3 * sum(body.pass_s(batch.plan) for body in self._bodies)
         parts = (loss.detach(), passed[0].detach().sum(), clipped.sum(), divergence.sum(), critic.sum())
         sums = torch.stack([part.double() for part in parts])
         return torch.cat([sums, mismatch_sums(passed[0], batch.behaviour)])
 
     def _logprobs(self, b: Batch) -> tuple[Tensor, ...]:
         """Of the sampled tokens: over the sampling support, and over the vocabulary; the critic's values."""
-        values = None if self._critic is None else self._critic.values
-        return self.policy.logprobs(b.token_ids, b.plan, b.at, b.temperature, b.support, b.routes, values)
+        critic = self._critic
+        values = None if critic is None or critic.body else critic.values
+        found = self.policy.logprobs(b.token_ids, b.plan, b.at, b.temperature, b.support, b.routes, values)
+        if critic is None or critic.body is None:
+            return found
+        return *found, *critic.body.of_hidden(lambda before: (critic.values(before),), b.token_ids, b.plan, b.at)
 
     def finish(self) -> StepStats:
         """The updates of the step, in place. Call it only between two engine steps."""
@@ -269,51 +265,80 @@ def mean_of(updates: Sequence[StepStats], mismatch: Mismatch) -> StepStats:
 
 
 class Critic:
-    """Estimates the reward to come after each token: a linear head on the policy's last hidden states.
+    """Estimates the reward to come after each token: a linear head on final hidden states, at first zeros.
 
-    It begins with zeros. Its loss also changes the policy's weights, by `value_coef` of its gradient.
+    They are the policy's, whose weights its loss changes too, by a share of its gradient; or those of
+    a model of its own, `body`, which then learns at the critic's rate.
     """
 
     def __init__(self, policy: Policy, section: LearnerSection, sharding: Sharding | None) -> None:
-        self._section, self._sharding = section, sharding
-        dtype = torch.promote_types(policy.dtype, torch.float32)
-        self.head = nn.Linear(policy.config.hidden_size, 1, device=policy.device, dtype=dtype)
+        self._section, self._sharding, own = section, sharding, section.critic
+        self.body = model_beside(policy, "learner.critic", own, sharding) if isinstance(own, str) else None
+        size, dtype = (self.body or policy).config.hidden_size, torch.promote_types(policy.dtype, torch.float32)
+        self.head = nn.Linear(size, 1, device=policy.device, dtype=dtype)
         for parameter in self.head.parameters():
             nn.init.zeros_(parameter)
-        self.optimizer = Optimizer(self.head.named_parameters(), section)
+        self.optimizers = [Optimizer(self.head.named_parameters(), section)]
+        if self.body is not None:
+            self.optimizers.append(Optimizer(self.body.held_below_head(), section, sharding))
+            if section.checkpoint_activations:
+                self.body.checkpoint_activations()
 
     def values(self, hidden_NE: Tensor) -> Tensor:
         hidden, constant = hidden_NE.to(self.head.weight.dtype), hidden_NE.detach().to(self.head.weight.dtype)
-        return self.head(constant + self._section.value_coef * (hidden - constant))[:, 0]  # type: ignore[no-any-return]
+        share = 1.0 if isinstance(self._section.critic, str) else self._section.critic
+        return self.head(constant + share * (hidden - constant))[:, 0]  # type: ignore[no-any-return]
+
+    def tensors(self) -> dict[str, Tensor]:
+        body = {} if self.body is None else as_parts(self.optimizers[1], self.body)
+        return self.optimizers[0].tensors() | {f"body.{name}": part for name, part in body.items()}
 
     def step(self, scale: float) -> None:
-        """An optimizer step, the same on all ranks."""
+        """An optimizer step; the head's is the same on all ranks."""
         if self._sharding is not None:
             for parameter in self.head.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 self._sharding.reduced(parameter.grad)
-        self.optimizer.step(lr=self._section.value_lr, scale=scale, clip=self._section.grad_clip)
+        if self.body is not None and self.body.shards is not None:
+            self.body.shards.hand_over_gradients()
+        for optimizer in self.optimizers:
+            optimizer.step(lr=self._section.value_lr, scale=scale, clip=self._section.grad_clip)
 
 
 def reference_of(policy: Policy, section: LearnerSection, sharding: Sharding | None) -> Policy:
     """What the KL is from: the policy as it is now, or a teacher."""
-    if not section.teacher:
-        return policy.frozen_copy()
+    teacher = section.teacher
+    return model_beside(policy, "learner.teacher", teacher, sharding) if teacher else policy.frozen_copy()
+
+
+def model_beside(policy: Policy, setting: str, path: str, sharding: Sharding | None) -> Policy:
+    """Another model that reads the policy's tokens, where the policy is."""
     kind: Any = {"dtype": str(policy.dtype).removeprefix("torch."), "device": str(policy.device), "exact": False}
-    teacher = load_policy(ModelSection(path=section.teacher, **kind), mesh=sharding.mesh if sharding else None)
-    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ModelError(f"learner.teacher = '{section.teacher}' has another vocabulary than the model that it teaches")
-    return teacher
+    section = ModelSection(path=path).model_copy(update=kind)
+    model = load_policy(section, mesh=sharding.mesh if sharding else None)
+    if model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise ModelError(f"{setting} = '{path}' has another vocabulary than the model that is trained")
+    return model
 
 
-def take_part(policy: Policy, *, backward: bool = False) -> None:
-    """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank."""
-    device = policy.device
-    tokens, second = torch.zeros(2, dtype=torch.int64, device=device), torch.tensor([1], device=device)
+def as_parts(optimizer: Optimizer, policy: Policy) -> dict[str, Tensor]:
+    """The tensors of the `optimizer`, of a sharded model as DTensors."""
+    found, shards = optimizer.tensors(), policy.shards
+    if shards is None:
+        return found
+    return {name: shards.as_part(name.split(".", 1)[1], part) for name, part in found.items()}
+
+
+def plainly(policy: Policy) -> Callable[[Batch], tuple[Tensor, ...]]:
+    return lambda b: policy.logprobs(b.token_ids, b.plan, b.at, 1.0)
+
+
+def take_part(compute: Callable[[Batch], tuple[Tensor, ...]], policy: Policy, *, backward: bool = False) -> None:
+    """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank, in the same order."""
     with torch.set_grad_enabled(backward):
-        logprobs, _ = policy.logprobs(tokens, PackedPlan([2], device), second, 1.0)
+        first, _, *others = compute(pack([_worked((np.zeros(2, np.int32), np.array([False, True])))], policy.device))
         if backward:
-            logprobs.backward(torch.zeros_like(logprobs))
+            (0 * sum(others, first)).sum().backward()
 
 
 class WarmStart:
@@ -330,12 +355,11 @@ class WarmStart:
         mine = examples if sharding is None else examples[sharding.rank :: sharding.num_ranks]
         loss = torch.zeros(())
         if mine:
-            batch = pack(list(map(_worked, mine)), policy.device)
-            logprobs = policy.logprobs(batch.token_ids, batch.plan, batch.at, 1.0)[0]
+            logprobs = plainly(policy)(pack(list(map(_worked, mine)), policy.device))[0]
             loss = -logprobs.sum() / sum(int(learned.sum()) for _, learned in examples)
             loss.backward()
         else:
-            take_part(policy, backward=True)
+            take_part(plainly(policy), policy, backward=True)
         if policy.shards is not None and sharding is not None:
             policy.shards.hand_over_gradients()
             loss = sharding.reduced(loss.detach().cpu())
@@ -355,136 +379,3 @@ def _worked(example: Example) -> Item:
     prompt = Prompt(id="worked", text="", token_ids=ids)
     unanswered = Order.group(0, prompt, [Sampling(max_new_tokens=0)]).nothing_sampled(0, now_s=0.0)
     return Item(trajectory=replace(unanswered, sampled=learned, spans=spans), advantage=0.0)
-
-
-def learning_rate(section: LearnerSection, step: int, total_steps: int) -> float:
-    """The rate of 0-based `step`: warm-up to `lr`, then constant or down to 0 at `total_steps`.
-
-    The last step of a run still learns; a run continued past `total_steps` on a falling schedule
-    does not.
-    """
-    if step < section.warmup_steps:
-        return section.lr * (step + 1) / section.warmup_steps
-    progress = min((step - section.warmup_steps) / max(total_steps - section.warmup_steps, 1), 1.0)
-    shares = {"constant": 1.0, "linear": 1 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
-    return section.lr * shares[section.schedule]
-
-
-class Optimizer:
-    """One optimizer step, in place, on the weights that the engine decodes with.
-
-    A bfloat16 weight cannot hold an RL-sized update (less than 1/256 of it), so masters are kept in
-    float32. With a `sharding`, gradients are clipped by the norm of all ranks' parts.
-    """
-
-    def __init__(self, named: Named, section: LearnerSection, sharding: Sharding | None = None) -> None:
-        trained = {name: p for name, p in named if p.requires_grad}
-        self._names, self.parameters = list(trained), list(trained.values())
-        dtypes, precise = {p.dtype for p in self.parameters}, (torch.float32, torch.float64)
-        self.masters = [p if p.dtype in precise else p.detach().to(torch.float32, copy=True) for p in self.parameters]
-        one_dtype = len(dtypes) == 1 and torch.float64 not in dtypes  # what `FusedAdamW` can update
-        self._on_gpu = AVAILABLE and self.parameters[0].is_cuda and one_dtype
-        self._add_up = None if sharding is None else sharding.reduced
-        kind = adamw.FusedAdamW if self._on_gpu else torch.optim.AdamW
-        betas, decay = section.betas, section.weight_decay
-        self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)
-        steps = torch.zeros((), device=self.parameters[0].device)
-        for master in self.masters:  # `FusedAdamW` counts its steps once, torch's AdamW for each weight
-            moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-            self.adamw.state[master] = moments | {"step": steps if self._on_gpu else steps.clone()}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Masters and moments, by name. Call `loaded` after writing to them."""
-        found: dict[str, Tensor] = {}
-        for name, master in zip(self._names, self.masters, strict=True):
-            state = self.adamw.state[master]
-            found |= {f"master.{name}": master, f"mean.{name}": state["exp_avg"]}
-            found |= {f"square.{name}": state["exp_avg_sq"], f"count.{name}": state["step"]}
-        return found
-
-    @torch.no_grad()
-    def loaded(self) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
-
-    def make_room(self) -> None:
-        """Call before each backward pass: adds earlier gradients to those of the masters."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter and parameter.grad is not None:
-                more = parameter.grad.to(master.dtype)
-                master.grad = more if master.grad is None else master.grad.add_(more)
-                parameter.grad = None
-
-    def step(self, *, lr: float, scale: float, clip: float) -> float:
-        """Scale the gradients, clip their norm to `clip`, update. Returns the norm before clipping.
-
-        A norm that is not finite leaves weights and moments unchanged.
-        """
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        norm = self._step_on_gpu(scale, clip) if self._on_gpu else self._step(scale, clip)
-        for parameter in (*self.parameters, *self.masters):
-            parameter.grad = None
-        return norm
-
-    def not_finite(self) -> str | None:
-        named = zip(self._names, self.masters, strict=True)
-        return next((name for name, master in named if not torch.isfinite(master).all()), None)
-
-    def _step_on_gpu(self, scale: float, clip: float) -> float:
-        assert isinstance(self.adamw, adamw.FusedAdamW)
-        gradients = [p.grad for p in self.parameters]  # of a single pass
-        if any(m.grad is not None for m in self.masters):  # or of several
-            self.make_room()
-            gradients = [m.grad for m in self.masters]
-        return float(self.adamw.step_fused(self.parameters, gradients, scale, clip, self._add_up))
-
-    def _step(self, scale: float, clip: float) -> float:
-        self.make_room()
-        gradients = [m.grad for m in self.masters if m.grad is not None]
-        total = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).norm()
-        if self._add_up is not None:
-            total = self._add_up(total.square()).sqrt()
-        if not math.isfinite(norm := scale * float(total)):
-            return norm
-        torch._foreach_mul_(gradients, scale)
-        if clip and norm > clip:
-            torch._foreach_mul_(gradients, clip / norm)
-        self.adamw.step()
-        self.loaded()
-        return norm
-
-
-class Sharding:
-    """This process as one rank of a learner, by FSDP2: each has a part of weights and batch.
-
-    Gathering a layer's weights is a collective of all ranks. So every rank must be called equally
-    often, with an empty list if there is nothing for it. The caller divides the work (`Ranks`). The
-    constructor waits for the others at rank 0's `store`, and sets the default process group.
-    """
-
-    def __init__(
-        self, *, rank: int, num_ranks: int, store: TCPStore, device: torch.device, timeout_s: float = 600.0
-    ) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
-        backend = "gloo"
-        if device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"  # small sums without a GPU sync
-            torch.cuda.set_device(device.index or 0)
-        timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-        self.mesh = init_device_mesh(device.type, (num_ranks,))
-        # a checkpoint is written while training goes on, so it needs a process group of its own
-        self.writers = dist.new_group(backend="gloo", timeout=timeout)
-
-    def reduced(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
-        """The `values`, in place, over all ranks."""
-        dist.all_reduce(values, operation)
-        return values
-
-    def joined(self, found: Mapping[str, float]) -> dict[str, float]:
-        """What all ranks have found."""
-        known: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(known, dict(found))
-        return {key: value for one in known for key, value in one.items()}

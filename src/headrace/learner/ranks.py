@@ -27,8 +27,9 @@ class Intake:
     """The groups of the current step, until their micro-batches (of all `num_ranks`) are full."""
 
     def __init__(self, section: LearnerSection, num_ranks: int = 1) -> None:
-        if section.teacher and ":" not in section.teacher and not Path(section.teacher).exists():
-            raise ModelError(f"learner.teacher = '{section.teacher}': no such directory or file")
+        for name, path in ("teacher", section.teacher), ("critic", section.critic):
+            if path and isinstance(path, str) and ":" not in path and not Path(path).exists():
+                raise ModelError(f"learner.{name} = '{path}': no such directory or file")
         for name in ("advantage", "loss", "teacher"):
             if ":" in (spec := getattr(section, name)):
                 users_function(f"learner.{name}", spec)  # raises what is wrong, before anything is sampled

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace.learner.learner import Learner, Sharding, WarmStart
+from headrace.learner.learner import Learner, WarmStart
+from headrace.learner.optimizer import Sharding
 from headrace.loop.watchdog import beside
 from headrace.measured import Mismatch, PolicyFacts, PublishTimes, StepStats
 from headrace.network import own_address
@@ -54,10 +55,11 @@ class LearnerRank:
         section = self._config.learner
         has_reference = section.kl_coef and ":" not in section.teacher
         total, reference = 0, self.policy.dtype.itemsize if has_reference else 0
+        own_critic = section.advantage == "gae" and isinstance(section.critic, str)  # thought to be as large
         for parameter in self.policy.model.parameters():
             size = parameter.dtype.itemsize
             trained = (12 if size == 2 else 2 * size) + size if parameter.requires_grad else 0
-            total += parameter.numel() * (trained + reference)
+            total += parameter.numel() * (trained * (2 if own_critic else 1) + reference)
         return max(0, total // section.ranks - self._held_bytes)
 
     @cached_property

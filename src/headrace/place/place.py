@@ -19,7 +19,7 @@ import numpy as np
 
 from headrace.buffer.buffer import Buffer, LagPolicy, Sieve
 from headrace.config import DEMOS, Config, ModelSection
-from headrace.config_file import gpus_of, num_devices
+from headrace.config_file import gpus_of, gpus_of_rewards, num_devices
 from headrace.episode.chat import Chat
 from headrace.episode.session import Desk, Episodes
 from headrace.errors import ChatError, ConfigError, DataError, RunError
@@ -396,13 +396,16 @@ def _uses_gpus(config: Config, cluster: Cluster) -> bool:
 
 def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
     """1 if the model runs on GPUs, else 0. Raises if the cluster has too few."""
-    if config.place.cluster == "local" or not _uses_gpus(config, cluster):
+    if config.place.cluster == "local":
         return 0.0
-    workers, ranks, needed = config.rollout.workers, config.learner.ranks, num_devices(config)
-    if needed > cluster.num_gpus:
-        advice = "lower both" if config.place.layout == "colocated" else "lower one, or set place.layout = 'colocated'"
-        raise ConfigError(
-            f"rollout.workers = {workers} and learner.ranks = {ranks} need {needed} GPUs, and the "
-            f"cluster has {cluster.num_gpus}: {advice}"
-        )
-    return 1.0
+    asked, wanted, uses = gpus_of_rewards(config), dict[str, int](), _uses_gpus(config, cluster)
+    if uses:
+        wanted = {"rollout.workers": config.rollout.workers, "learner.ranks": config.learner.ranks}
+    if asked:
+        wanted["reward.workers"] = config.reward.workers
+    if (needed := num_devices(config) if uses else asked) > cluster.num_gpus:
+        told = " and ".join(f"{key} = {value}" for key, value in wanted.items())
+        in_turns = config.place.layout == "colocated" or not uses
+        advice = "use fewer" if in_turns else "lower one, or set place.layout = 'colocated'"
+        raise ConfigError(f"{told} need {needed:g} GPUs, and the cluster has {cluster.num_gpus}: {advice}")
+    return float(uses)

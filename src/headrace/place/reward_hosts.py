@@ -1,6 +1,7 @@
 """Reward functions on a cluster: hosts on several nodes, each with a pool of processes.
 
-A host that is lost is replaced. What it was judging is judged again by another.
+Where the file of a function asks for GPUs, each process has a host of its own, which gets them. A
+host that is lost is replaced. What it was judging is judged again by another.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from headrace.reward.function import Setup
 from headrace.reward.pool import JudgePool, pickled
 from headrace.roles import Cluster, Worker
 from headrace.types import Completion, Score
+from headrace.user_code import gpus_said
 
 MOST_REPLACED = 3  # hosts in a row, without a verdict in between
 
@@ -39,7 +41,8 @@ class RewardHosts:
     def __init__(self, cluster: Cluster, section: RewardSection, on_note: Callable[[str], None], setup: Setup) -> None:
         self._cluster, self._setup, self._retries = cluster, setup, section.retries
         self._on_note, self._numbers = on_note, itertools.count()
-        num_hosts = max(1, min(section.workers, cluster.num_nodes))
+        self._gpus = gpus_said(setup.function)
+        num_hosts = max(1, section.workers if self._gpus else min(section.workers, cluster.num_nodes))
         self._shares = [len(range(i, section.workers, num_hosts)) for i in range(num_hosts)]
         self._hosts: list[asyncio.Task[Worker[RewardHost]]] = []  # done when it is ready
         self._load: Counter[int] = Counter()
@@ -87,6 +90,6 @@ class RewardHosts:
 
     async def _begin(self, share: int) -> Worker[RewardHost]:
         name = f"reward-{next(self._numbers)}"
-        host = self._cluster.spawn(name, RewardHost, self._setup, share, self._retries)
+        host = self._cluster.spawn(name, RewardHost, self._setup, share, self._retries, gpus=self._gpus)
         await host.ask(RewardHost.begin)
         return host

@@ -147,14 +147,27 @@ class Policy:
         Without a support the two are one. `temperature` is one for all, or one for each of `at`.
         `routes_TLK` forces the experts of each token. Third are `values` of the states before.
         """
-        routes = None if routes_TLK is None else Routes(routes_TLK)
 
-        def compute() -> tuple[Tensor, ...]:
-            before = plan.before(self.hidden(token_ids_T, plan.positions, plan, routes), at)
+        def compute(before: Tensor) -> tuple[Tensor, ...]:
             found = chosen_logprobs(before, self.head_weight, token_ids_T[at], temperature, support, self._linear)
             return found if values is None else (*found, values(before))
 
-        return self._gathered_for(compute)
+        return self.of_hidden(compute, token_ids_T, plan, at, routes_TLK)
+
+    def of_hidden(
+        self,
+        compute: Callable[[Tensor], R],
+        token_ids_T: Tensor,
+        plan: PackedPlan,
+        at: Tensor,
+        routes_TLK: Tensor | None = None,
+    ) -> R:
+        """What `compute` makes of the final hidden states before the tokens at `at`."""
+        routes = None if routes_TLK is None else Routes(routes_TLK)
+
+        return self._gathered_for(
+            lambda: compute(plan.before(self.hidden(token_ids_T, plan.positions, plan, routes), at))
+        )
 
     def _gathered_for(self, compute: Callable[[], R]) -> R:
         return compute() if self.shards is None else self.shards.gathered_for(compute)
@@ -178,6 +191,12 @@ class Policy:
     def held(self) -> Iterable[tuple[str, nn.Parameter]]:
         """What an optimizer changes: weights by name, of a sharded model the parts held here."""
         return self.model.named_parameters() if self.shards is None else self.shards.held.items()
+
+    def held_below_head(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """Those that hidden states depend on: not the output head's, unless they are the embedding too."""
+        head = {id(self.head_weight)} - {id(self.model.get_input_embeddings().weight)}
+        unused = {name for name, p in self.model.named_parameters() if id(p) in head}
+        return [(name, p) for name, p in self.held() if name not in unused]
 
     def checkpoint_activations(self) -> None:
         if self._family is not None:

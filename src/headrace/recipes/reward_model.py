@@ -2,7 +2,8 @@
 
     REWARD_MODEL=DIR headrace train my.toml reward.function=recipes/reward_model.py:score reward.timeout_s=120
 
-It runs in a process of its own (reward.workers), on REWARD_DEVICE, such as cuda:1; the default is the CPU.
+It runs in a process of its own (reward.workers), on REWARD_DEVICE, such as cuda:1; the default is the CPU. On Ray,
+write below how many GPUs each of these processes gets; it then runs on those.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from headrace.types import Completion
 
-PATH, DEVICE = os.environ.get("REWARD_MODEL", ""), os.environ.get("REWARD_DEVICE", "cpu")
+GPUS = 0
+PATH = os.environ.get("REWARD_MODEL", "")
+DEVICE = os.environ.get("REWARD_DEVICE", "cuda" if GPUS else "cpu")
 if not PATH:
     raise ValueError("set REWARD_MODEL to the directory of the reward model")
 TOKENIZER: Any = AutoTokenizer.from_pretrained(PATH)
