@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from headrace.config import LearnerSection, ModelSection
+from headrace.learner import optimizer
 from headrace.learner.batch import split
 from headrace.learner.learner import Learner
 from headrace.learner.optimizer import Sharding
@@ -28,13 +29,17 @@ HERE = "127.0.0.1"
 WAIT_S = 300  # a busy machine takes a minute to start the fork server
 
 
-def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `work(sharding, *args)` returns in each of so many processes."""
+def on_ranks(
+    ranks: int | tuple[int, int], work: Callable[..., Any], *args: Any, hosts: Sequence[str] = ()
+) -> list[Any]:
+    """What `work(sharding, *args)` returns in each of so many processes, which may say that they are on these hosts."""
+    replicas, num_ranks = (1, ranks) if isinstance(ranks, int) else (ranks[0], ranks[0] * ranks[1])
     store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for rank in range(num_ranks):
         here, there = forked.context.Pipe()
-        job = (there, rank, num_ranks, store.port, work, args)
+        seat = {"rank": rank, "num_ranks": num_ranks, "replicas": replicas}
+        job = (there, seat, hosts[rank] if hosts else HERE, store.port, work, args)
         process = forked.context.Process(target=_rank, args=job, daemon=True)
         process.start()
         there.close()
@@ -51,11 +56,12 @@ def on_ranks(num_ranks: int, work: Callable[..., Any], *args: Any) -> list[Any]:
     return [result for (result,) in found]
 
 
-def _rank(pipe: Connection, rank: int, num_ranks: int, port: int, work: Callable[..., Any], args: Any) -> None:
+def _rank(pipe: Connection, seat: dict[str, int], host: str, port: int, work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
+    optimizer.own_address = lambda: host
     try:
         store, device = TCPStore(HERE, port, is_master=False), torch.device("cpu")
-        sharding = Sharding(rank=rank, num_ranks=num_ranks, store=store, device=device, timeout_s=WAIT_S)
+        sharding = Sharding(**seat, store=store, device=device, timeout_s=WAIT_S)
         result = (work(sharding, *args),)
         pipe.send_bytes(pickle.dumps(result))  # plainly: what torch does of itself needs a sender that lives on
         torch.distributed.destroy_process_group()

@@ -40,6 +40,7 @@ Seconds = Annotated[float, Field(ge=0, le=MOST_S)]
 Timeout = Annotated[float, Field(ge=0.01, le=MOST_S)]
 Name = Annotated[str, Field(pattern=r"^[^\x00]*$")]  # of a file or a function: no zero bytes
 Home = Annotated[Name, AfterValidator(os.path.expanduser)]  # of a file: ~ is the home directory
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 Heat = Annotated[float, Field(ge=LEAST, le=MOST)]
 listed = BeforeValidator(lambda value: value if isinstance(value, list | tuple) and value else [value])
 Heats = Annotated[tuple[Heat, ...], listed, PlainSerializer(lambda heats: heats if len(heats) > 1 else heats[0])]
@@ -211,8 +212,9 @@ class LearnerSection(SettingsSection):
     betas: tuple[BelowOne, BelowOne] = setting((0.9, 0.99), "AdamW")
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW", most=MOST)
     grad_clip: NonNegativeFloat = setting(1.0, "largest gradient norm; 0 is off")
-    ranks: PositiveInt = setting(
-        1, "processes that train, each with a part of the weights; on Ray", most=MOST_PROCESSES
+    ranks: Processes | tuple[Processes, Processes] = Field(
+        1,
+        description="processes that train, each with a part of the weights; on Ray; [2, 4]: two replicas in four parts",
     )
     micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per pass, of each rank")
     checkpoint_activations: bool = setting(False, "recompute activations, to save memory")
@@ -260,6 +262,14 @@ class LearnerSection(SettingsSection):
         0, "train adapters (LoRA) of this rank beside all linear layers; 0 is off", most=2**14
     )
     lora_alpha: PositiveFloat = setting(32.0, "scale of adapters: lora_alpha / lora_rank", most=MOST)
+
+    @property
+    def replicas(self) -> int:
+        return self.ranks[0] if isinstance(self.ranks, tuple) else 1
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.ranks) if isinstance(self.ranks, tuple) else self.ranks
 
     @property
     def in_whole_steps(self) -> bool:
@@ -424,7 +434,7 @@ def _of_algorithms(config: Config) -> Iterator[str]:
         yield "learner.loss = 'tba' needs learner.kl_coef: it seeks the policy reference x exp(reward / kl_coef)"
     if learner.teacher and not learner.kl_coef:
         yield "learner.teacher needs learner.kl_coef, the weight of the divergence from it"
-    if learner.minibatches > 1 and learner.minibatches * learner.ranks > config.loop.groups_per_step:
+    if learner.minibatches > 1 and learner.minibatches * learner.num_ranks > config.loop.groups_per_step:
         yield "learner.minibatches x learner.ranks is more than loop.groups_per_step: each needs a group of its own"
 
 
@@ -484,7 +494,7 @@ def _of_engines(config: Config) -> Iterator[str]:
 def _of_places(config: Config) -> Iterator[str]:
     if config.episode.environment and config.episode.agent:
         yield "episode.environment and episode.agent: an episode has one of them; leave one empty"
-    place, workers, ranks = config.place, config.rollout.workers, config.learner.ranks
+    place, workers, ranks = config.place, config.rollout.workers, config.learner.num_ranks
     if config.reward.sandbox and not config.reward.workers:
         yield "reward.sandbox = true and reward.workers = 0: the training process itself cannot be put into a sandbox"
     if place.cluster == "local" and (workers > 1 or ranks > 1):

@@ -11,7 +11,7 @@ from contextlib import suppress
 from difflib import SequenceMatcher, get_close_matches
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -140,7 +140,7 @@ def num_devices(config: Config) -> float:
     """The GPUs that a run asks for, or where its model is on CPUs the workers."""
     if config.place.cluster == "local":
         return 1
-    ranks = config.learner.ranks + gpus_of_rewards(config)
+    ranks = config.learner.num_ranks + gpus_of_rewards(config)
     return ranks if config.place.layout == "colocated" else ranks + config.rollout.workers * gpus_of(config.rollout)
 
 
@@ -336,6 +336,11 @@ def _type_text(field: FieldInfo, value: Any = None) -> str:
 def _annotation_text(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(_toml_value, get_args(annotation)))
+    if get_origin(annotation) is Union:
+        return " or ".join(map(_annotation_text, get_args(annotation)))
+    if get_origin(annotation) is Annotated:
+        kind, limits = get_args(annotation)[:2]
+        return "text" if kind is str else _type_text(limits)
     if get_origin(annotation) is tuple:
         item = get_args(annotation)[0]
         if get_origin(item) is Annotated:

@@ -15,6 +15,7 @@ import torch
 from hand_made import group_of, trajectory
 from rank_work import Outcome, learner_of, load, on_ranks, take_step, take_steps
 from safetensors.torch import save_file
+from torch import Tensor
 
 from headrace.config import LearnerSection, ModelSection, WarmstartSection
 from headrace.errors import ModelError
@@ -98,13 +99,25 @@ def assert_all_ranks_agree(outcomes: list[Outcome]) -> None:
         assert all(torch.equal(other.weights[name], weight) for name, weight in outcomes[0].weights.items())
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_any_number_of_ranks_takes_the_same_steps(saved: Callable[..., Path], num_ranks: int):
+@pytest.mark.parametrize("ranks", [2, 4, (2, 2)])
+def test_any_number_of_ranks_takes_the_same_steps(saved: Callable[..., Path], ranks: int | tuple[int, int]):
     directory, steps = saved(), make_steps()
     section = LearnerSection(lr=LR, micro_batch_tokens=32)
-    outcomes = on_ranks(num_ranks, take_steps, directory, section, steps)
+    outcomes = on_ranks(ranks, take_steps, directory, section, steps)
     assert_all_ranks_agree(outcomes)
     assert_same(outcomes[0], take_steps(None, directory, section, steps))
+
+
+def parts_held(sharding: Sharding, directory: Path) -> dict[str, Tensor]:
+    return {name: part.detach().clone() for name, part in load(directory, sharding).held()}
+
+
+def test_the_ranks_of_a_replica_are_on_one_node(saved: Callable[..., Path]):
+    found = on_ranks((2, 2), parts_held, saved(), hosts=("a", "b", "a", "b"))
+    for name, part in found[0].items():
+        assert torch.equal(found[1][name], part), name  # the first of its node, too
+        assert torch.equal(found[3][name], found[2][name]), name
+        assert "norm" in name or found[2][name].shape != part.shape or not torch.equal(found[2][name], part), name
 
 
 VARIANTS: dict[str, tuple[str, dict[str, Any], LearnerSection, dict[str, Any]]] = {

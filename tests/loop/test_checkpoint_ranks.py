@@ -64,13 +64,16 @@ def model(policy: Policy, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def work(num_ranks: int, task: Callable[..., Outcome], *args: Any) -> Outcome:
+Many = int | tuple[int, int]
+
+
+def work(ranks: Many, task: Callable[..., Outcome], *args: Any) -> Outcome:
     """By ranks, or by one process that knows of none."""
-    return on_ranks(num_ranks, task, *args)[0] if num_ranks else task(None, *args)
+    return on_ranks(ranks, task, *args)[0] if ranks else task(None, *args)
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(2, 0), (2, 1), (2, 4), (0, 2), (5, 3)])
-def test_any_number_of_ranks_goes_on_from_a_checkpoint(model: Path, tmp_path: Path, writers: int, readers: int):
+@pytest.mark.parametrize(("writers", "readers"), [(2, 0), (2, 1), (2, 4), (0, 2), (5, 3), ((2, 2), 3), (2, (2, 2))])
+def test_any_number_of_ranks_goes_on_from_a_checkpoint(model: Path, tmp_path: Path, writers: Many, readers: Many):
     checkpoints, unbroken = Checkpoints(tmp_path, 1), []
     checkpoints.write(1, lambda into: unbroken.append(work(writers, step_and_write, model, into)), {"a": 1})
     checkpoint = checkpoints.newest(pytest.fail)

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from headrace.config import LearnerSection
 from headrace.kernels import AVAILABLE, adamw
+from headrace.network import own_address
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -20,22 +21,33 @@ Named = Iterable[tuple[str, nn.Parameter]]
 class Sharding:
     """This process as one rank of a learner, by FSDP2: each has a part of weights and batch.
 
+    With `replicas` the ranks that share one are on one node, where they can be.
     Gathering a layer's weights is a collective of all ranks. So every rank must be called equally
     often, with an empty list if there is nothing for it. The caller divides the work (`Ranks`). The
     constructor waits for the others at rank 0's `store`, and sets the default process group.
     """
 
     def __init__(
-        self, *, rank: int, num_ranks: int, store: TCPStore, device: torch.device, timeout_s: float = 600.0
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        store: TCPStore,
+        device: torch.device,
+        replicas: int = 1,
+        timeout_s: float = 600.0,
     ) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank, self.num_ranks, self._replicas = rank, num_ranks, replicas
         backend = "gloo"
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"  # small sums without a GPU sync
             torch.cuda.set_device(device.index or 0)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-        self.mesh = init_device_mesh(device.type, (num_ranks,))
+        hosts = self._gathered(own_address())
+        near = torch.tensor(sorted(range(num_ranks), key=lambda rank: (hosts[rank], rank)))
+        self.mesh = DeviceMesh(device.type, near.view(replicas, -1), mesh_dim_names=("replicas", "parts"))
+        self.mesh = self.mesh if replicas > 1 else self.mesh["parts"]
         # a checkpoint is written while training goes on, so it needs a process group of its own
         self.writers = dist.new_group(backend="gloo", timeout=timeout)
 
@@ -44,11 +56,18 @@ class Sharding:
         dist.all_reduce(values, operation)
         return values
 
+    def of_parts(self, values: Tensor) -> Tensor:
+        """The sum over the parts of all weights, which each replica has."""
+        return self.reduced(values).div_(self._replicas)
+
     def joined(self, found: Mapping[str, float]) -> dict[str, float]:
         """What all ranks have found."""
+        return {key: value for one in self._gathered(dict(found)) for key, value in one.items()}
+
+    def _gathered(self, own: Any) -> list[Any]:
         known: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(known, dict(found))
-        return {key: value for one in known for key, value in one.items()}
+        dist.all_gather_object(known, own)
+        return known
 
 
 def learning_rate(section: LearnerSection, step: int, total_steps: int) -> float:
@@ -78,7 +97,7 @@ class Optimizer:
         self.masters = [p if p.dtype in precise else p.detach().to(torch.float32, copy=True) for p in self.parameters]
         one_dtype = len(dtypes) == 1 and torch.float64 not in dtypes  # what `FusedAdamW` can update
         self._on_gpu = AVAILABLE and self.parameters[0].is_cuda and one_dtype
-        self._add_up = None if sharding is None else sharding.reduced
+        self._add_up = None if sharding is None else sharding.of_parts
         kind = adamw.FusedAdamW if self._on_gpu else torch.optim.AdamW
         betas, decay = section.betas, section.weight_decay
         self.adamw = kind(self.masters, lr=section.lr, betas=betas, weight_decay=decay, fused=True)

@@ -89,7 +89,7 @@ class Place:
         self._colocated = ends is None or config.place.layout == "colocated"
         self._sending = ends[0] if ends else None
         self._receiving = ends[1] if ends else None
-        self.ranks = Ranks(cluster, [*map(self._spawn_rank, range(config.learner.ranks))], config.learner)
+        self.ranks = Ranks(cluster, [*map(self._spawn_rank, range(config.learner.num_ranks))], config.learner)
         self.facts = self.device.call(self.ranks.meet)
         most, answer = self.facts.max_context, config.rollout.max_new_tokens
         if answer >= most:
@@ -400,7 +400,7 @@ def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
         return 0.0
     asked, wanted, uses = gpus_of_rewards(config), dict[str, int](), _uses_gpus(config, cluster)
     if uses:
-        wanted = {"rollout.workers": config.rollout.workers, "learner.ranks": config.learner.ranks}
+        wanted = {"rollout.workers": config.rollout.workers, "learner.ranks": config.learner.num_ranks}
     if asked:
         wanted["reward.workers"] = config.reward.workers
     if (needed := num_devices(config) if uses else asked) > cluster.num_gpus:
