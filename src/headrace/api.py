@@ -97,11 +97,10 @@ def _refuse_without_ledger(run_dir: Path) -> None:
     weights = f"headrace train model.path={run_dir / files.WEIGHTS}" if (run_dir / files.WEIGHTS).exists() else ""
     if steps or weights:
         left = f"the checkpoints of steps {', '.join(map(str, steps))}" if steps else "its weights"
-        raise RunError(
-            f"{run_dir} cannot be resumed: its ledger ({FILE_NAME}) is missing or empty, and with it the account of "
-            f"what was trained on. Put a copy of it back. Without one, {left} are left"
-            + (f", and a new run can start from its weights: {weights}" if weights else "")
-        )
+        gone = f"its ledger ({FILE_NAME}) is missing or empty, and with it the account of what was trained on"
+        more = f", and a new run can start from its weights: {weights}" if weights else ""
+        helps = f"Put a copy of it back. Without one, {left} are left{more}"
+        raise RunError(f"{run_dir} cannot be resumed: {gone}. {helps}")
     files.undo_start(run_dir, keep=files.SETTINGS)  # without them, another kill would leave nothing to resume
 
 

@@ -248,8 +248,7 @@ class Buffer:
             del self.in_flight[group.serial], self._attempts[group.serial]
             self._changed.notify_all()
             kept, dropped = self.sieve.sift(group, refusal)
-            if dropped:
-                self.on_drop(dropped, group, False)
+            self.on_drop(dropped, group, False)
             if kept is not None and not self.policy.is_too_old(kept.lag(self.version)):
                 self._barren.clear()
                 self._kept = (self._kept[0], self._kept[1] + 1)

@@ -196,8 +196,7 @@ class _Candidate:
         held = shared.training_bytes + shared.weight_bytes  # activations come and go with the cache
         free = (USABLE_SHARE * self.device.memory_bytes - weights - held) * size
         room = free / (question.sequence_tokens * self.roofline.kv_bytes)
-        wanted = question.num_answers * (self.max_lag + 1)
-        return max(0, min(int(room), -(-wanted // engines)))
+        return max(0, min(int(room), -(-question.num_answers * (self.max_lag + 1) // engines)))
 
     def _transfer(self) -> Transfer:
         """All weights, or only what changed where all would take much of the learner's step."""
