@@ -30,7 +30,7 @@ from headrace.loop.self_check import NUM_SAMPLES, few_answers, verdict
 from headrace.loop.watchdog import Watchdog
 from headrace.measured import Row, Sample, stages_of
 from headrace.place.device import STEPS, memory_for
-from headrace.place.place import Place, open_place
+from headrace.place.place import Place, Reward, open_place
 from headrace.policy import hub
 from headrace.policy.policy import ADAPTER_DIR
 from headrace.roles import R, Sink, Watcher
@@ -39,15 +39,14 @@ from headrace.serve.front_desk import Visitors
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TRAINING: dict[asyncio.AbstractEventLoop, Loop] = {}  # what Ctrl-C in another thread interrupts
 
-Reward = Callable[[Any], Any]  # see docs/guides/own-reward.md for what it gets and returns
 
-
-def train(config: Config, watcher: Watcher | None = None, *, reward: Reward | None = None) -> dict[str, Any]:
+def train(config: Config, watcher: Watcher | None = None, *, reward: Reward = None) -> dict[str, Any]:
     """Train by `config`; returns the content of the run directory's `summary.json`.
 
     `watcher` is told about progress: a subclass of `headrace.Watcher` with the methods it wants.
-    `reward` is a function to use instead of the one that `reward.function` names. Works in a
-    notebook too. What the summary calls unfinished was interrupted, and can be resumed.
+    `reward` is a function to use instead of the one that `reward.function` names (for what it gets
+    and returns see docs/guides/own-reward.md). Works in a notebook too. What the summary calls
+    unfinished was interrupted, and can be resumed.
     """
     config = rooted(config)
     run_dir = files.prepare_run_dir(config)
@@ -56,11 +55,7 @@ def train(config: Config, watcher: Watcher | None = None, *, reward: Reward | No
 
 
 def resume(
-    run_dir: Path | str,
-    watcher: Watcher | None = None,
-    overrides: Sequence[str] = (),
-    *,
-    reward: Reward | None = None,
+    run_dir: Path | str, watcher: Watcher | None = None, overrides: Sequence[str] = (), *, reward: Reward = None
 ) -> dict[str, Any]:
     """Go on with a run that was interrupted or died; returns the content of its `summary.json`.
 
@@ -102,21 +97,18 @@ def _refuse_without_ledger(run_dir: Path) -> None:
     weights = f"headrace train model.path={run_dir / files.WEIGHTS}" if (run_dir / files.WEIGHTS).exists() else ""
     if steps or weights:
         left = f"the checkpoints of steps {', '.join(map(str, steps))}" if steps else "its weights"
-        raise RunError(
-            f"{run_dir} cannot be resumed: its ledger ({FILE_NAME}) is missing or empty, and with it the account of "
-            f"what was trained on. Put a copy of it back. Without one, {left} are left"
-            + (f", and a new run can start from its weights: {weights}" if weights else "")
-        )
+        gone = f"its ledger ({FILE_NAME}) is missing or empty, and with it the account of what was trained on"
+        more = f", and a new run can start from its weights: {weights}" if weights else ""
+        helps = f"Put a copy of it back. Without one, {left} are left{more}"
+        raise RunError(f"{run_dir} cannot be resumed: {gone}. {helps}")
     files.undo_start(run_dir, keep=files.SETTINGS)  # without them, another kill would leave nothing to resume
 
 
-def _name_of(reward: Reward | None) -> str:
+def _name_of(reward: Reward) -> str:
     return "" if reward is None else getattr(reward, "__name__", type(reward).__name__)
 
 
-def _to_the_end(
-    config: Config, run_dir: Path, watcher: Watcher, reward: Reward | None, *, resumed: bool
-) -> dict[str, Any]:
+def _to_the_end(config: Config, run_dir: Path, watcher: Watcher, reward: Reward, *, resumed: bool) -> dict[str, Any]:
     """Train. When the learner is lost, resume, unless no step was done since it was lost before."""
     reached = -1
     while True:
@@ -165,7 +157,7 @@ def _interrupt(events: asyncio.AbstractEventLoop) -> None:
 
 
 def evaluate_run(
-    run_dir: Path | str, overrides: Sequence[str] = (), *, best: bool = False, reward: Reward | None = None
+    run_dir: Path | str, overrides: Sequence[str] = (), *, best: bool = False, reward: Reward = None
 ) -> float | None:
     """The held-out score of a run's weights, or of its `best` ones.
 
@@ -196,7 +188,7 @@ def serve_run(
 
 
 def _with_engines(
-    run_dir: Path, overrides: Sequence[str], work: Callable[[Place], Awaitable[R]], best: bool, reward: Any = None
+    run_dir: Path, overrides: Sequence[str], work: Callable[[Place], Awaitable[R]], best: bool, reward: Reward = None
 ) -> R:
     """Do `work` with a run's weights and settings, in this process."""
     config = rooted(files.run_config(run_dir, overrides))
@@ -255,9 +247,7 @@ def weights_dir(run_dir: Path, *, best: bool = False) -> Path:
     return path
 
 
-async def _train(
-    config: Config, run_dir: Path, watcher: Watcher, reward: Reward | None, *, resumed: bool
-) -> dict[str, Any]:
+async def _train(config: Config, run_dir: Path, watcher: Watcher, reward: Reward, *, resumed: bool) -> dict[str, Any]:
     place = open_place(config, run_dir, resumed=resumed, on_note=watcher.note, reward=reward)
     sinks: list[Sink] = []
     limit_s = config.recovery.hang_s and config.recovery.hang_s + config.reward.timeout_s

@@ -149,9 +149,6 @@ def cost_of(config: Config, seconds: float) -> float | None:
     return num_devices(config) * seconds / 3600 * config.run.dollars_per_hour or None
 
 
-# Reading
-
-
 def read_toml(path: Path, kind: str = "file") -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -232,9 +229,6 @@ def _parse(text: str, wants_text: bool) -> Any:
     return parsed["value"]
 
 
-# Checking
-
-
 def _validate(given: Mapping[str, Given], file_is_whole: bool) -> tuple[Config | None, list[str]]:
     """The config, or what is wrong: first with each value alone, then with their combination."""
     bools = [key for key, field in SETTINGS.items() if True in (field.annotation is bool, *get_args(field.annotation))]
@@ -268,9 +262,6 @@ def _build(given: Mapping[str, Given], without: Collection[str]) -> tuple[Config
         # Of our own validators the message as it stands, without pydantic's "Value error, ".
         errors = error.errors(include_url=False)
         return None, [(e["loc"], str(e.get("ctx", {}).get("error", e["msg"]))) for e in errors]
-
-
-# Suggesting
 
 
 def _unknown(key: str, place: str = "") -> str:
@@ -314,9 +305,6 @@ def did_you_mean(missing: str) -> str:
 
 def _similarity(one: str, other: str) -> float:
     return SequenceMatcher(None, one.lower(), other.lower(), autojunk=False).ratio()
-
-
-# Words for types and values
 
 
 def _type_text(field: FieldInfo, value: Any = None) -> str:

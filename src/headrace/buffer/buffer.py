@@ -60,8 +60,7 @@ class LagPolicy:
 
         What is kept beyond `missing` is trained on in the same step.
         """
-        likely = -(-missing * (begun + 1) // (kept + 1))
-        return max(missing, min(likely, self.most_at_once))
+        return max(missing, min(-(-missing * (begun + 1) // (kept + 1)), self.most_at_once))
 
     def widened(self, window: int) -> int:
         """The window after the learner had to wait for a group.
@@ -208,8 +207,6 @@ class Buffer:
         self._begun, self._kept = begun, kept
         self._wave_left = num_again
 
-    # ---- the producer's side
-
     async def admit(self) -> int:
         """Wait until groups may be started; returns how many."""
         async with self._changed:
@@ -248,8 +245,7 @@ class Buffer:
             del self.in_flight[group.serial], self._attempts[group.serial]
             self._changed.notify_all()
             kept, dropped = self.sieve.sift(group, refusal)
-            if dropped:
-                self.on_drop(dropped, group, False)
+            self.on_drop(dropped, group, False)
             if kept is not None and not self.policy.is_too_old(kept.lag(self.version)):
                 self._barren.clear()
                 self._kept = (self._kept[0], self._kept[1] + 1)
@@ -271,8 +267,6 @@ class Buffer:
             if reason not in (DropReason.STALE, DropReason.RUN_ENDED):  # not the task's fault
                 self._barren[reason] += 1
             self._changed.notify_all()
-
-    # ---- the learner's side
 
     async def next(self) -> Group | None:
         """The next group to train on. Its lag is checked here, not only at admission.

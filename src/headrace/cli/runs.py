@@ -1,6 +1,7 @@
 """The commands that show what runs left, hold runs against each other, and make runs for it."""
 
 import itertools
+import re
 import shlex
 import subprocess
 import sys
@@ -33,6 +34,8 @@ LAST_ROWS = 8  # of a run that is shown
 MOST_PROBLEMS = 3  # explained below the list of runs
 TOKEN_COLUMNS = 40  # characters for a token with its number, log-prob and version
 LONGEST_WORD = 14  # of a token's text, with its quotes
+HELD_TOGETHER = re.compile(r"""\[(?:"[^"]*"|'[^']*'|[^]])*\]|{[^}]*}|"[^"]*"|'[^']*'""")
+RunsDir = Annotated[Path, Argument(metavar="[DIR]", help="where the runs are")]
 At = Annotated[Cost, Option(help="what is to be equal")]
 
 
@@ -49,9 +52,7 @@ def show(
 
 
 @app.command()
-def runs(
-    directory: Annotated[Path, Argument(metavar="[DIR]", help="where the runs are")] = Path("runs"),
-) -> None:
+def runs(directory: RunsDir = Path("runs")) -> None:
     """List the runs in a directory: how each stands, how far it came, and what it learnt."""
     paper, found = Paper(), read_runs(directory)
     rows = [shown.run_row(facts, paper.drawn("→")) for facts in found]
@@ -157,18 +158,11 @@ def alternatives(word: str) -> Sequence[str]:
     key, equals, value = word.partition("=")
     if not equals:
         return [word]
-    parts, depth, quoted = [""], 0, ""
-    for character in value:
-        if character in "\"'" and quoted in ("", character):
-            quoted = "" if quoted else character
-        depth += 0 if quoted else (character in "[{") - (character in "]}")
-        if character == "," and not depth and not quoted:
-            parts.append("")
-        else:
-            parts[-1] += character
-    if len(parts) > 1 and not all(map(str.strip, parts)):
+    held = HELD_TOGETHER.sub(lambda found: found[0].replace(",", "\0"), value)
+    parts = [part.strip().replace("\0", ",") for part in held.split(",")]
+    if len(parts) > 1 and not all(parts):
         raise ConfigError(f"{word}: there is nothing between two commas, or after the last")
-    return [f"{key}={part.strip()}" for part in parts]
+    return [f"{key}={part}" for part in parts]
 
 
 def _show_run(paper: Paper, run_dir: Path) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from headrace.runs.report import count, or_dash
 from headrace.types import Trajectory
 
 Points = list[tuple[float, float | None]]
+Asked = tuple[show.TokenTexts | None, str | None, Mapping[str, str]]
 MOST_POINTS = 400  # of a curve
 # What a curve may be drawn along: the column that is added up, and how much of it is one unit.
 AXES = {"step": ("", 1), "trained tokens": ("trained_tokens", 1), "hours": ("wall_s", 3600)}
@@ -221,8 +222,7 @@ class Rewards:
         self.parts = {name: (before[name], now[name]) for name in before if name in now}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class Wanted(NamedTuple):
     """Which trajectories to list; each is the name of a value in an address."""
 
     state: str | None = None
@@ -320,9 +320,7 @@ class GroupAnswers:
             self.answers.append((id, facts, said.get(id)))
 
 
-def _asked(
-    run_dir: Path, prompt_id: str, whole: Trajectory | None
-) -> tuple[show.TokenTexts | None, str | None, Mapping[str, str]]:
+def _asked(run_dir: Path, prompt_id: str, whole: Trajectory | None) -> Asked:
     """The run's tokenizer, the prompt's text and its fields; None for what cannot be had."""
     texts, prompt = None, None
     with suppress(HeadraceError):  # the settings, which say where the tokenizer is, cannot be read

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,8 +39,7 @@ NO_ROW = "There is no row yet: the first step is under way."
 _FIRST = ("reward", "learner", "length", "mismatch", "lag")  # what is looked at most
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class Look(NamedTuple):
     """How curves are drawn: along one of `AXES`, and how smooth, from 0 to less than 1."""
 
     by: str = "step"

@@ -88,19 +88,17 @@ def plan(question: Question) -> "list[LayoutPlan]":
     """The layouts that promise most: those that can be run here first, by goodput."""
     model, device, number = question.model, question.device, question.num_devices
     if not any(_engine_sizes(question)):
-        raise ConfigError(
-            f"{model.name} cannot generate on {number} x {device.name}: its weights and the cache of one "
-            f"answer of {question.longest_tokens:,.0f} tokens, the longest of {question.num_answers:,}, do "
-            "not fit; take more or larger devices, or shorter answers"
-        )
+        needed = f"its weights and the cache of one answer of {question.longest_tokens:,.0f} tokens"
+        told = f"{needed}, the longest of {question.num_answers:,}, do not fit"
+        helps = "take more or larger devices, or shorter answers"
+        raise ConfigError(f"{model.name} cannot generate on {number} x {device.name}: {told}; {helps}")
     candidates = [_Candidate(question, split) for split in _splits(question)]
     fitting = sorted((one for one in candidates if one.num_running), key=lambda one: (not one.is_built, one.least_s))
     if not fitting:
-        raise ConfigError(
-            f"{model.name} cannot be trained on {number} x {device.name}: its training state alone is "
-            f"{16 * model.num_params / 1e9:,.0f} GB, and there are {number} x "
-            f"{device.memory_bytes / 1e9:.0f} GB; take more devices, or train an adapter"
-        )
+        needed = f"its training state alone is {16 * model.num_params / 1e9:,.0f} GB"
+        told = f"{needed}, and there are {number} x {device.memory_bytes / 1e9:.0f} GB"
+        cannot = f"{model.name} cannot be trained on {number} x {device.name}"
+        raise ConfigError(f"{cannot}: {told}; take more devices, or train an adapter")
     return sorted(map(LayoutPlan, fitting[:PLAYED]), key=lambda made: (not made.settings, -made.goodput))
 
 
@@ -119,10 +117,8 @@ def search(question: Question, target_goodput: float) -> "tuple[Question, list[L
     first = bisect_left(counts, target_goodput, key=goodput)  # more devices are never slower
     if first == len(counts):
         reached = max((plans[0].goodput for plans in found.values()), default=0.0)
-        raise ConfigError(
-            f"{target_goodput:,.0f} trained tokens a second are out of reach: {most} x "
-            f"{question.device.name} come to {reached:,.0f}"
-        )
+        told = f"{most} x {question.device.name} come to {reached:,.0f}"
+        raise ConfigError(f"{target_goodput:,.0f} trained tokens a second are out of reach: {told}")
     return replace(question, num_devices=counts[first]), found[counts[first]]
 
 
@@ -200,8 +196,7 @@ class _Candidate:
         held = shared.training_bytes + shared.weight_bytes  # activations come and go with the cache
         free = (USABLE_SHARE * self.device.memory_bytes - weights - held) * size
         room = free / (question.sequence_tokens * self.roofline.kv_bytes)
-        wanted = question.num_answers * (self.max_lag + 1)
-        return max(0, min(int(room), -(-wanted // engines)))
+        return max(0, min(int(room), -(-question.num_answers * (self.max_lag + 1) // engines)))
 
     def _transfer(self) -> Transfer:
         """All weights, or only what changed where all would take much of the learner's step."""

@@ -36,6 +36,7 @@ ROW_TOKENS = 2 / 3  # of training cost as much as a decoded row: a third of it, 
 PASS_STEPS = 5  # decode steps cost about as much as a pass of the learner, before its tokens
 DEFAULT_PROMPT_TOKENS = 512.0
 _SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+Pair = tuple[float, float]
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "min": 60.0, "h": 3600.0}
 
 
@@ -116,7 +117,7 @@ def calibrate(run_dir: Path) -> Calibration:
     return Calibration(workload=workload, machine=machine).of(config)
 
 
-def _environment_s(connection: sqlite3.Connection) -> tuple[float, float]:
+def _environment_s(connection: sqlite3.Connection) -> Pair:
     """Mean seconds that the newest episodes waited for their environment: between turns, and after the last one."""
     newest = f"SELECT id FROM trajectories ORDER BY finished_s DESC LIMIT {EPISODES_READ}"
     found = read_trajectories(connection, f"t.id IN ({newest})", ())
@@ -182,7 +183,7 @@ def _machine(
     )
 
 
-def slow_workers(rollout: Columns) -> tuple[float, float]:
+def slow_workers(rollout: Columns) -> Pair:
     """Share of slow workers, and how much slower they are: by the seconds of their engines' bursts."""
     seconds, names = rollout["end_s"] - rollout["start_s"], rollout["worker"]
     paces = np.sort([np.median(seconds[names == name]) for name in np.unique(names)])
@@ -203,9 +204,7 @@ def service_seconds(finished_s: Numbers, scored_s: Numbers, num_workers: int) ->
     return found
 
 
-def decode_speed(
-    running: Intervals, num_tokens: Numbers, elsewhere: Intervals, like_row_s: float = 0.0
-) -> tuple[float, float]:
+def decode_speed(running: Intervals, num_tokens: Numbers, elsewhere: Intervals, like_row_s: float = 0.0) -> Pair:
     """Seconds of a decode step and of each row in it; `like_row_s` is what a row should take.
 
     `running` is when each answer ran, `elsewhere` when the device did something else.
@@ -248,9 +247,7 @@ def training_speed(
     return optimizer_s, *_fit(columns, values, shares, spreads, alike=len(values) / num_steps)
 
 
-def _fit(
-    columns: Numbers, values: Numbers, shares: tuple[float, float], spreads: tuple[float, float], *, alike: float
-) -> tuple[float, float]:
+def _fit(columns: Numbers, values: Numbers, shares: Pair, spreads: Pair, *, alike: float) -> Pair:
     """Ridge fit of two non-negative factors, with which `columns` come nearest to `values`.
 
     `shares` and `spreads` are the prior: the fraction of the total that each factor makes up, and
@@ -312,10 +309,9 @@ class Layout:
     def learner_gpus(self) -> int:
         left = self.gpus if self.turns else self.gpus - self.rollout_workers * self.gpus_per_worker
         if left < 1:
-            raise ConfigError(
-                f"{self.gpus} GPUs with {self.rollout_workers} rollout workers of {self.gpus_per_worker} "
-                "leave none to train; lower --rollout-share, or share them with --colocated"
-            )
+            workers = f"{self.rollout_workers} rollout workers of {self.gpus_per_worker}"
+            helps = "lower --rollout-share, or share them with --colocated"
+            raise ConfigError(f"{self.gpus} GPUs with {workers} leave none to train; {helps}")
         return left
 
 
@@ -326,10 +322,9 @@ def scenario(config: Config, typed: Typed, layout: Layout, run: Path | None = No
         needed = ("mean_tokens", "rollout_tokens_s", "train_tokens_s")
         unknown = [f"--{name.replace('_', '-')}" for name in needed if not getattr(typed, name)]
         if missing := ", ".join(unknown):
-            raise ConfigError(
-                f"how fast is the machine, and how long are the answers? Give {missing}, or --from RUN to "
-                "take them from a run's ledger, or --params 7B to work them out"
-            )
+            asked = "how fast is the machine, and how long are the answers?"
+            helps = "--from RUN to take them from a run's ledger, or --params 7B to work them out"
+            raise ConfigError(f"{asked} Give {missing}, or {helps}")
     known = (BLANK if run is None else calibrate(run)).of(config)
     work, scored = known.workload, typed.reward_p95_s or typed.reward_s
     work = replace(
@@ -393,10 +388,9 @@ def with_speeds(machine: Machine, typed: Typed) -> Machine:
         full_s = rows / typed.rollout_tokens_s  # a step with every row
         alone_s = typed.decode_s or full_s
         if alone_s > full_s * (1 + 1e-9):  # rounding apart
-            raise ConfigError(
-                f"{typed.rollout_tokens_s:g} tokens a second with {rows} rows make a decode step of "
-                f"{full_s:.4g} s; with a single row it cannot take longer ({alone_s:g} s)"
-            )
+            speed = f"{typed.rollout_tokens_s:g} tokens a second with {rows} rows"
+            told = f"with a single row it cannot take longer ({alone_s:g} s)"
+            raise ConfigError(f"{speed} make a decode step of {full_s:.4g} s; {told}")
         row_s = max(0.0, full_s - alone_s) / max(1, rows - 1)
         machine = replace(machine, decode_s=alone_s - row_s, decode_row_s=row_s)
         machine = replace(machine, context_s=typed.context_s, prefill_token_s=typed.prefill_token_s)

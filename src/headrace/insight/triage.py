@@ -122,13 +122,9 @@ def advice_for(bottleneck: Bottleneck, config: Config) -> Advice:
 
 def others_that_fit(bottleneck: Bottleneck, num_params: float, *, may_lag: bool) -> list[Framework]:
     """Those that were made for this bottleneck and size, the closest first."""
-    fitting = [
-        framework
-        for framework in FRAMEWORKS
-        if framework.min_params <= num_params <= framework.max_params
-        and (may_lag or not framework.needs_lag)
-        and (bottleneck in framework.bottlenecks or not framework.bottlenecks)
-    ]
+    sized = [f for f in FRAMEWORKS if f.min_params <= num_params <= f.max_params]
+    lagging = [f for f in sized if may_lag or not f.needs_lag]
+    fitting = [f for f in lagging if bottleneck in f.bottlenecks or not f.bottlenecks]
     return sorted(fitting, key=lambda f: f.bottlenecks.index(bottleneck) if f.bottlenecks else len(Bottleneck))
 
 
@@ -217,9 +213,8 @@ class TypedTriage:
             if (taken_s := getattr(times, stage))
         }
         changed_s |= {f"{one}: {PLACEMENT_WORDS[one]}": self.step_s[one] for one in Placement}
-        self.moves = _ranked(
-            Move(text=text, settings=(), step_s=then_s, gain=now_s / then_s) for text, then_s in changed_s.items()
-        )
+        moves = (Move(text=text, settings=(), step_s=s, gain=now_s / s) for text, s in changed_s.items())
+        self.moves = _ranked(moves)
 
 
 def _simulated(known: Calibration) -> Simulated:

@@ -132,6 +132,3 @@ class RowMaker:
         self._ledger.row(row)
         self._counts, self.turns, self.biases, self._start_s = counts, [], [], self._clock.now()
         return row
-
-    def flush(self) -> None:
-        self._ledger.spans(self._clock.drain())

@@ -311,7 +311,7 @@ class Loop:
         await asyncio.wait([*tasks, delivered])
         if complete:
             self._drop_buffered()
-        self.rows.flush()
+        self.stages.ledger.spans(self.stages.clock.drain())
 
     def _drop_buffered(self) -> None:
         for group in self.stages.buffer.clear():

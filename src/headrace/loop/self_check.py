@@ -41,23 +41,20 @@ def verdict(mismatch: Mismatch, dtype: str, *, exact: bool = False) -> str:
     far = f"{mismatch.mean_abs:.2g} nats away from the engine's on average"
     distance = f"with the same weights, the learner's log-probs of {mismatch.count} sampled tokens are {far}"
     if not mismatch.mean_abs <= FAR:  # true for NaN
-        raise ModelError(
-            f"the run does not start: {distance}, and rounding explains at most "
-            f"{max(LARGE.values())}. Engine and learner compute different things for this model: "
-            "every gradient would be wrong. Try model.dtype=float32; if that does not help, choose "
-            "another model (model.path) and report this one"
-        )
+        found = f"{distance}, and rounding explains at most {max(LARGE.values())}"
+        told = "Engine and learner compute different things for this model: every gradient would be wrong"
+        helps = "if that does not help, choose another model (model.path) and report this one"
+        raise ModelError(f"the run does not start: {found}. {told}. Try model.dtype=float32; {helps}")
     if exact and mismatch.mean_abs:
         told = "Set model.exact = false, and please report it with the model and the machine"
         found = f"the start-up check found a difference: {distance}"
         raise ModelError(f"model.exact = true, but {found}. {told}")
     if mismatch.mean_abs <= LARGE[dtype]:
         return ""
-    advice = (
-        "see whether model.dtype=float32 makes it vanish; learner.correction=masked bounds the harm"
-        if dtype in ("bfloat16", "float16")
-        else "engine and learner compute different things for this model; please report it"
-    )
+    advice = "engine and learner compute different things for this model; please report it"
+    if dtype in ("bfloat16", "float16"):
+        bounds = "learner.correction=masked bounds the harm"
+        advice = f"see whether model.dtype=float32 makes it vanish; {bounds}"
     ratios = f"{mismatch.ratio_outside:.0%} of the ratios are outside [{NEAR[0]}, {NEAR[1]}]"
     told = f"{LARGE[dtype]:g}, so part of what is trained will be noise: {advice}"
     return f"self-check: {distance}, and {ratios}. Rounding in {dtype} explains at most {told}"
@@ -87,9 +84,8 @@ class Canary:
             if self._usual is None and np.isfinite(difference):
                 self._usual = difference
             if not difference <= (self._usual or 0.0) + LARGE[self.dtype]:  # true for NaN
-                raise ModelError(
-                    f"after step {version} the engine gives a fixed prompt's next token the "
-                    f"log-prob {sampled_with:.4g}, and the learner {known[token]:.4g}: what is "
-                    "sampled with is not what is trained, or the weights are damaged. The run stops "
-                    "here, and nothing that was sampled with them is trained on"
-                )
+                given = f"log-prob {sampled_with:.4g}, and the learner {known[token]:.4g}"
+                told = "what is sampled with is not what is trained, or the weights are damaged"
+                ends = "The run stops here, and nothing that was sampled with them is trained on"
+                found = f"after step {version} the engine gives a fixed prompt's next token the {given}"
+                raise ModelError(f"{found}: {told}. {ends}")

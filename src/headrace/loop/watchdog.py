@@ -39,20 +39,17 @@ class Watchdog:
     run_dir: Path
     on_note: Callable[[str], None]
     hung: str = ""  # what is wrong, once nothing has moved for `limit_s`
+    _pause_s: float = 0.0  # between two looks
     _watching: asyncio.Task[None] | None = None
     _looked_s: float = field(default_factory=time.monotonic)
     _over: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def _pause_s(self) -> float:
-        return min(self.limit_s / ROUNDS, MOST_S)
 
     def start(self) -> None:
         """Watch from here on; a limit of 0 watches nothing."""
         task = asyncio.current_task()
         assert task is not None
         if self.limit_s:
-            self._looked_s = time.monotonic()
+            self._pause_s, self._looked_s = min(self.limit_s / ROUNDS, MOST_S), time.monotonic()
             self._watching = asyncio.create_task(self._watch(task))
             watch = partial(self._watch_event_loop, asyncio.get_running_loop())
             threading.Thread(target=watch, name="watchdog", daemon=True).start()
@@ -79,11 +76,10 @@ class Watchdog:
         spans = sorted(self.clock.running(), key=lambda span: span.start_s)
         first = {span.stage: span.end_s - span.start_s for span in reversed(spans)}
         busy = ", ".join(f"{stage} has been at work for {s:.0f} s" for stage, s in first.items())
-        self.hung = (
-            f"nothing has moved for {self.limit_s:g} s (recovery.hang_s + reward.timeout_s): "
-            f"{busy or NOBODY}. The stacks of all threads are in {self.run_dir / STACKS}. Nothing is "
-            f"lost: `headrace resume {self.run_dir}` goes on with the run"
-        )
+        told = f"nothing has moved for {self.limit_s:g} s (recovery.hang_s + reward.timeout_s)"
+        stacks = f"The stacks of all threads are in {self.run_dir / STACKS}"
+        helps = f"Nothing is lost: `headrace resume {self.run_dir}` goes on with the run"
+        self.hung = f"{told}: {busy or NOBODY}. {stacks}. {helps}"
         write_stacks(self.run_dir / STACKS, asyncio.get_running_loop())
         task.cancel()
 
@@ -92,11 +88,10 @@ class Watchdog:
         while not self._over.wait(self._pause_s):
             if time.monotonic() - self._looked_s > self.limit_s:
                 write_stacks(self.run_dir / STACKS, events)
-                self.on_note(
-                    f"something has held up the whole run for {self.limit_s:g} s (recovery.hang_s) and "
-                    f"cannot be ended from here; {self.run_dir / STACKS} says what. If it does not "
-                    f"return, kill the process: `headrace resume {self.run_dir}` goes on with the run"
-                )
+                told = f"something has held up the whole run for {self.limit_s:g} s (recovery.hang_s)"
+                stacks = f"cannot be ended from here; {self.run_dir / STACKS} says what"
+                helps = f"kill the process: `headrace resume {self.run_dir}` goes on with the run"
+                self.on_note(f"{told} and {stacks}. If it does not return, {helps}")
                 return
 
 

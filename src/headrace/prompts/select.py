@@ -110,8 +110,7 @@ class Selection:
 
     def _score(self) -> Floats:
         if self._function is None:
-            chances: Floats = (self._differed + PRIOR * self._guess) / (self._groups + PRIOR)
-            return chances[self._standing]
+            return ((self._differed + PRIOR * self._guess) / (self._groups + PRIOR))[self._standing]
         told = f"prompts.select = '{self._spec}'"
         try:
             scores = np.array(list(self._function(tuple(self._known))), np.float64)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,7 @@ class Table:
         return cls(columns=list(lines[0]) if lines else (), rows=[list(line.values()) for line in lines], **more)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class Section(NamedTuple):
     """Facts (name and value), then tables, then sentences: shown in that order."""
 
     title: str = ""
@@ -31,8 +30,7 @@ class Section:
     sentences: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(NamedTuple):
     """What a command or a page tells."""
 
     title: str

@@ -85,8 +85,7 @@ class TrajectoryDetails:
         self.step: int = moves[-1][1] - 1 if trained_step is None else trained_step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Token:
+class Token(NamedTuple):
     """One token of a trajectory; `logprob` and `version` only where it was sampled."""
 
     position: int
