@@ -19,10 +19,6 @@ from headrace.errors import ConfigError, RewardError
 from headrace.roles import Judge
 from headrace.types import Command, DropReason, Prompt
 
-REASONS = {  # all others: ENV_ERROR
-    DropReason.REWARD_TIMEOUT: DropReason.ENV_TIMEOUT,
-    DropReason.REWARD_UNAVAILABLE: DropReason.ENV_UNAVAILABLE,
-}
 ADVICE = (
     "an environment must be the same for the same prompt and turns (take random numbers from the prompt), "
     "or have snapshot() and restore(snapshot)"
@@ -36,8 +32,7 @@ class _LostError(EpisodeFailedError):
 class Said(BaseModel, frozen=True, strict=True, allow_inf_nan=False):
     """An environment's reply to a turn, checked: the user's code can write to the socket of its process.
 
-    Example:
-        Said(replies=("higher",), done=False)
+    Example: Said(replies=("higher",), done=False)
     """
 
     replies: tuple[str, ...] = Field(strict=False)  # or a list
@@ -104,16 +99,13 @@ class Environment:
         """The messages that the episode begins with."""
         found = await self._ask("start", self._prompt)
         self.state = str(found.get("state", ""))
-        match found.get("said"):
-            case None:
-                return list(self._prompt.messages) or [{"role": "user", "content": self._prompt.text}]
-            case str(text):
-                return [{"role": "user", "content": text}]
-            case [*messages] if messages and all(isinstance(m, dict) and "role" in m for m in messages):
-                return messages
-            case said:
-                problem = "it must be a text, a list of messages, or None"
-                raise EpisodeFailedError(f"start() returned {said!r}; {problem}")
+        if (said := found.get("said")) is None:
+            return list(self._prompt.messages) or [{"role": "user", "content": self._prompt.text}]
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        fits = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+        if not (fits and messages):
+            raise EpisodeFailedError(f"start() returned {said!r}; it must be a text, a list of messages, or None")
+        return messages
 
     async def turn(self, given: Mapping[str, Any]) -> Said:
         """The reply to tool calls, or to a text."""
@@ -151,7 +143,7 @@ class Environment:
     async def _ask(self, do: str, given: Any) -> dict[str, Any]:
         score = await self._host.run(Command(episode=self._episode, do=do, given=given))
         if score.failure is not None:
-            raise EpisodeFailedError(score.detail, REASONS.get(score.failure, DropReason.ENV_ERROR))
+            raise EpisodeFailedError(score.detail, DropReason(score.failure.replace("reward_", "env_")))
         if not isinstance(score.value, dict):
             raise EpisodeFailedError(f"its process sent {score.value!r}")
         if score.value.get("lost"):

@@ -17,8 +17,6 @@ def place_before(t: Trajectory, token: int) -> int:
 
 
 def indices(t: Trajectory, place: int) -> IntArray:
-    if not t.segments:
-        return np.arange(place + 1, dtype=np.int32)
     return np.concatenate([np.empty(0, np.int32), *(np.arange(*part, dtype=np.int32) for part in t.ranges(place))])
 
 

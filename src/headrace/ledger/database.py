@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
@@ -25,24 +25,31 @@ SCHEMA = Path(__file__).with_name("schema.sql").read_text(encoding="utf-8")
 SOURCE, DROPPED = "generated", "dropped:"  # an account, and the beginning of the names of others
 FILE_NAME = "ledger.sqlite"
 LOCK_NAME = "lock"
+LOG_AHEAD = "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL"
 LOCK_WAIT_S = 5.0  # another program that reads the file may lock it for a moment
 DATABASE = tuple(FILE_NAME + suffix for suffix in ("", "-wal", "-shm", "-journal"))  # its files
 
 
 def create_database(run_dir: Path) -> sqlite3.Connection:
     """Create the run's database; refuses a directory that already has one."""
-
-    def prepare(connection: sqlite3.Connection) -> None:
-        _log_ahead(connection)
-        connection.executescript(f"BEGIN IMMEDIATE; {SCHEMA}")
-        created = datetime.now(UTC).isoformat(timespec="seconds")
-        meta = [("schema", SCHEMA_VERSION), ("headrace", __version__), ("created", created)]
-        connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
-        connection.execute("COMMIT")
-
-    _claim(run_dir)
+    try:  # exclusively, so that two runs cannot start in one directory
+        run_dir.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(run_dir / FILE_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        for name in DATABASE[1:]:  # a log left by a deleted ledger would be replayed
+            (run_dir / name).unlink(missing_ok=True)
+    except OSError as error:
+        told = f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir"
+        if isinstance(error, FileExistsError) and error.filename == str(run_dir / FILE_NAME):
+            told = f"{run_dir} already holds a run. Choose another run.dir, or set run.overwrite=true to replace it"
+        raise RunError(f"{told}.") from error
     try:
-        return _connect(run_dir / FILE_NAME, prepare)
+        with _connecting(run_dir / FILE_NAME) as connection:
+            connection.executescript(f"{LOG_AHEAD}; BEGIN IMMEDIATE; {SCHEMA}")
+            created = datetime.now(UTC).isoformat(timespec="seconds")
+            meta = [("schema", SCHEMA_VERSION), ("headrace", __version__), ("created", created)]
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
+            connection.execute("COMMIT")
+            return connection
     except RunError:
         for name in DATABASE:
             (run_dir / name).unlink(missing_ok=True)
@@ -54,13 +61,24 @@ def open_database(run_dir: Path) -> sqlite3.Connection:
     path = run_dir / FILE_NAME
     if not path.is_file():
         raise RunError(f"{run_dir} holds no run: there is no {FILE_NAME} in it.")
-    return _connect(path, lambda connection: _check_version(connection, path), read_only=True)
+    with _connecting(path, read_only=True) as connection:
+        query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'meta'"
+        if not connection.execute(query).fetchone():
+            raise RunError(f"{path} is not a Headrace ledger, or its run is just starting.")
+        meta = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('schema', 'headrace')"))
+        if meta.get("schema") != SCHEMA_VERSION:
+            made = f"layout {meta.get('schema', '?')} of headrace {meta.get('headrace', '?')}"
+            this = f"this is headrace {__version__} with layout {SCHEMA_VERSION}"
+            raise RunError(f"{path} has the ledger {made}; {this}. Use the version that made the run.")
+        return connection
 
 
 def reopen_database(run_dir: Path) -> sqlite3.Connection:
     """Open the database of a run that ended too soon, to continue writing."""
     open_database(run_dir).close()  # refuses a file that is missing or of another layout
-    return _connect(run_dir / FILE_NAME, _log_ahead)
+    with _connecting(run_dir / FILE_NAME) as connection:
+        connection.executescript(LOG_AHEAD)
+        return connection
 
 
 def is_complete(run_dir: Path) -> bool:
@@ -68,7 +86,7 @@ def is_complete(run_dir: Path) -> bool:
     path = run_dir / FILE_NAME
     if not path.is_file():
         return False
-    with contextlib.closing(_connect(path, lambda connection: None, read_only=True)) as connection:
+    with _connecting(path, read_only=True) as connection, contextlib.closing(connection):
         try:
             return bool(connection.execute("SELECT 1 FROM sqlite_master").fetchone())
         except sqlite3.Error:
@@ -144,45 +162,13 @@ def claimed(run_dir: Path) -> IO[str]:
         raise RunError(f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir.") from error
 
 
-def _connect(
-    path: Path, prepare: Callable[[sqlite3.Connection], None], *, read_only: bool = False
-) -> sqlite3.Connection:
-    """A connection on which `prepare` succeeded."""
+@contextlib.contextmanager
+def _connecting(path: Path, *, read_only: bool = False) -> Iterator[sqlite3.Connection]:
+    """A connection that is closed if something fails inside, and stays open after it."""
     died = path.with_name(f"{path.name}-journal").exists()  # in `close_database`: even a reader rolls it back
     where = f"{path.resolve().as_uri()}?mode={'ro' if read_only and not died else 'rwc'}"
     with explained(path), contextlib.ExitStack() as undo:
         connection = sqlite3.connect(where, uri=True, isolation_level=None, timeout=LOCK_WAIT_S)
         undo.callback(connection.close)
-        prepare(connection)
+        yield connection
         undo.pop_all()
-        return connection
-
-
-def _log_ahead(connection: sqlite3.Connection) -> None:
-    connection.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL")
-
-
-def _claim(run_dir: Path) -> None:
-    """Create the file exclusively, so that two runs cannot start in one directory."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(run_dir / FILE_NAME, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-        for name in DATABASE[1:]:  # a log left by a deleted ledger would be replayed
-            (run_dir / name).unlink(missing_ok=True)
-    except OSError as error:
-        told = f"Cannot write into {run_dir}: {error.strerror}. Choose another run.dir"
-        if isinstance(error, FileExistsError) and error.filename == str(run_dir / FILE_NAME):
-            told = f"{run_dir} already holds a run. Choose another run.dir, or set run.overwrite=true to replace it"
-        raise RunError(f"{told}.") from error
-
-
-def _check_version(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a database of another layout, or one that is not a ledger."""
-    query = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'meta'"
-    if not connection.execute(query).fetchone():
-        raise RunError(f"{path} is not a Headrace ledger, or its run is just starting.")
-    meta = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('schema', 'headrace')"))
-    if meta.get("schema") != SCHEMA_VERSION:
-        made = f"layout {meta.get('schema', '?')} of headrace {meta.get('headrace', '?')}"
-        this = f"this is headrace {__version__} with layout {SCHEMA_VERSION}"
-        raise RunError(f"{path} has the ledger {made}; {this}. Use the version that made the run.")

@@ -80,15 +80,13 @@ def next_head(before: str, step: int, told: str) -> str:
     return hashlib.blake2b(f"{before} {step} {told}".encode(), digest_size=16).hexdigest()
 
 
-def tables(connection: sqlite3.Connection) -> list[tuple[str, list[str], list[str]]]:
+def tables(connection: sqlite3.Connection) -> Iterator[tuple[str, list[str], list[str]]]:
     """Each table with the columns of its key, and all of them."""
     names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT IN ('accounts', 'digests') ORDER BY name"
-    found = []
     for (table,) in connection.execute(names).fetchall():
         columns = connection.execute(f"SELECT name, pk FROM pragma_table_info('{table}')").fetchall()
         keys = sorted((place, name) for name, place in columns if place)
-        found.append((table, [name for _, name in keys], [name for name, _ in columns]))
-    return found
+        yield table, [name for _, name in keys], [name for name, _ in columns]
 
 
 def _named(key: list[str], row: str = "") -> str:

@@ -140,9 +140,8 @@ def run_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
     """What `summary.json` says; empty if there is none, or it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads((run_dir / SUMMARY).read_text(encoding="utf-8"))
-        return content if isinstance(content, dict) else {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads((run_dir / SUMMARY).read_text(encoding="utf-8")))
     return {}
 
 

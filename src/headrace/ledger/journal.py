@@ -58,9 +58,8 @@ def columns(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def insert(connection: sqlite3.Connection, table: str, values: Mapping[str, Any]) -> None:
-    names = ", ".join(values)
     marks = ", ".join(f":{name}" for name in values)
-    connection.execute(f"INSERT INTO {table} ({names}) VALUES ({marks})", values)
+    connection.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", values)
 
 
 def encode(trajectory: Trajectory) -> bytes:

@@ -131,7 +131,9 @@ class Ledger(AbstractContextManager["Ledger"]):
     def step_begins(self, step: int, groups: Sequence[Group]) -> None:
         """The weights are about to change: if the process dies, a restart takes this step again."""
         named = json.dumps([[int(group.serial), int(group.attempt)] for group in groups])
-        self._check_file()
+        if not self._path.exists() or self._path.stat().st_ino != self._file:
+            # a deleted file can still be written: nobody would notice before the end
+            raise database.rescue_database(self.connection, self._path)
         with self.writing():
             self.connection.execute("INSERT INTO steps VALUES (?, ?)", (int(step), named))
 
@@ -314,13 +316,6 @@ class Ledger(AbstractContextManager["Ledger"]):
     def read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         with database.explained(self._path):
             return self.connection.execute(query, values).fetchall()
-
-    def _check_file(self) -> None:
-        """A deleted file can still be written: nobody would notice before the end."""
-        with suppress(FileNotFoundError):
-            if self._path.stat().st_ino == self._file:
-                return
-        raise database.rescue_database(self.connection, self._path)
 
     def drop_buffered(self, id: str, num_tokens: int, reason: str, lag: int) -> None:
         self.transfer("buffered", f"{DROPPED}{reason}", num_tokens, 1, trajectory_id=id, lag=lag)

@@ -30,6 +30,7 @@ class Publisher:
 
     def __init__(self, encoder: Encoder, end: SendingEnd) -> None:
         self._encoder, self._end = encoder, end
+        self.send = end.send
         self._kept: list[Manifest] = []  # a base and the deltas since, for receivers that join late
         self._old: set[int] = set()  # versions that late receivers still fetch
         self._staged: Ticket | None = None
@@ -69,9 +70,6 @@ class Publisher:
             "transfer": (time.perf_counter() - encoded, payload.manifest.num_bytes),
         }
         return self._staged
-
-    def send(self, ticket: Ticket, timeout_s: float) -> None:
-        self._end.send(ticket, timeout_s)
 
     def commit(self, version: int, wanted: Sequence[int] = ()) -> None:
         """Forgets what no receiver needs any more; late ones still fetch the `wanted` versions."""

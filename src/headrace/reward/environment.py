@@ -95,7 +95,13 @@ class LiveEnvironments:
             takes_text, scores = hasattr(self._make, "reply"), hasattr(self._make, "reward")
             return {"tools": list(self.tools.values()), "takes_text": takes_text, "scores": scores, **limits}
         if command.do in ("start", "restore"):
-            return await self._begin(command)
+            if (old := self._live.pop(command.episode, None)) is not None:
+                await _maybe(old, "close")
+            environment = self._make()
+            given = json.loads(command.given) if command.do == "restore" else command.given
+            said = await _maybe(environment, command.do, given)
+            self._live[command.episode] = environment
+            return {"said": said if command.do == "start" else None, "state": await self._state(environment)}
         if (environment := self._live.get(command.episode)) is None:  # its process was replaced
             return {"lost": True}
         if command.do == "turn":
@@ -105,15 +111,6 @@ class LiveEnvironments:
         del self._live[command.episode]
         await _maybe(environment, "close")
         return {}
-
-    async def _begin(self, command: Command) -> dict[str, Any]:
-        if (old := self._live.pop(command.episode, None)) is not None:
-            await _maybe(old, "close")
-        environment = self._make()
-        given = json.loads(command.given) if command.do == "restore" else command.given
-        said = await _maybe(environment, command.do, given)
-        self._live[command.episode] = environment
-        return {"said": said if command.do == "start" else None, "state": await self._state(environment)}
 
     async def _turn(self, environment: Any, calls: list[Any] | None = None, text: str = "") -> dict[str, Any]:
         replies, rewards, done = list[str](), list[float](), False

@@ -14,12 +14,12 @@ import pickle
 import reprlib
 import signal
 import socket
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, get_args
 
 from headrace.errors import ConfigError, RewardError
@@ -79,19 +79,12 @@ class JudgeProcess:
         self._loop = asyncio.get_running_loop()
         self._socket, theirs = socket.socketpair()
         argv = [sys.executable, "-P", "-c", BOOT, str(theirs.fileno()), *search_path()]
+        own: dict[str, Any] = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE, "bufsize": 0}
+        own |= {"env": {} if setup.sandbox else None, "start_new_session": True}
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(self._socket.close)
             with isolated(argv, setup) as (command, fds):
-                self.process = subprocess.Popen(
-                    command,
-                    pass_fds=[theirs.fileno(), *fds],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    env={} if setup.sandbox else None,
-                    start_new_session=True,
-                )
+                self.process = Popen(command, pass_fds=[theirs.fileno(), *fds], **own)
             undo.pop_all()
         self.printed = Printed(*filter(None, (self.process.stdout, self.process.stderr)))
         self._said: str | None = None  # by the call whose verdicts come in; None: not read yet

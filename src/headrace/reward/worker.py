@@ -41,12 +41,9 @@ def frame(payload: bytes) -> bytes:
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    (num_bytes,) = HEADER.unpack(header)
+    num_bytes = int.from_bytes(stream.read(HEADER.size), "big")  # 0 where the stream ends
     payload = stream.read(num_bytes)
-    return payload if len(payload) == num_bytes else None
+    return payload if payload and len(payload) == num_bytes else None
 
 
 def score_of(reply: Mapping[str, Any], output: str = "") -> Score:

@@ -78,7 +78,7 @@ class Drafts:
 class Drafter:
     """Learns n-grams from what is sampled, and proposes drafts."""
 
-    def __init__(self, longest: int, *, max_running: int, device: str) -> None:
+    def __init__(self, longest: int, max_running: int, device: str) -> None:
         self._longest, self._level = longest, LEVEL_TOKENS[device]
         self._most_tokens = max(max_running, MOST_VERIFIED)
         # `full` writes: memory of `zeros` would only be allocated during the first steps
@@ -101,7 +101,7 @@ class Drafter:
             return
         which, at = _cells(fresh)
         at += learned[which]
-        tokens = rows.tokens_at(which, at)
+        tokens = rows.contexts(which, at + 1)[:, -1]
         slots, tags = _places(rows.states["prompt_key"][which], rows.contexts(which, at))
         guesses, kinds = self._look_up(slots, tags)
         right, known = (guesses == tokens)[kinds >= 0], kinds[kinds >= 0]
@@ -134,7 +134,11 @@ class Drafter:
         # a draft ends where that falls below `floor`, a row's share of a step: no more tokens pay
         tokens = np.zeros((len(rows), self._longest), np.int64)
         chances = np.zeros(tokens.shape)
-        if (rates := self._rates()).max() <= floor:
+        rates = np.zeros(len(self._scored) + 1)  # of each kind of entry, weakest first; then 0, for no entry
+        for kind, (right, scored) in enumerate(zip(self._right, self._scored, strict=True)):
+            weaker = rates[kind - 1] if kind % STREAKS else rates[kind - STREAKS] if kind else 0.0
+            rates[kind] = (right + PRIOR_TOKENS * weaker) / (scored + PRIOR_TOKENS)
+        if rates.max() <= floor:
             return tokens, chances
         room = rows.states["limit"] - rows.sampled - 1  # one token is sampled after the last draft
         which = np.flatnonzero(room > 0)
@@ -148,14 +152,6 @@ class Drafter:
             tokens[which, depth], chances[which, depth] = guesses, chance
             contexts = np.concatenate([contexts[likely, 1:], guesses[:, None]], axis=1)
         return tokens, chances
-
-    def _rates(self) -> Doubles:
-        """Acceptance rate of each kind of entry, weakest first; then 0, for no entry."""
-        rates = np.zeros(len(self._scored) + 1)
-        for kind, (right, scored) in enumerate(zip(self._right, self._scored, strict=True)):
-            weaker = rates[kind - 1] if kind % STREAKS else rates[kind - STREAKS] if kind else 0.0
-            rates[kind] = (right + PRIOR_TOKENS * weaker) / (scored + PRIOR_TOKENS)
-        return rates
 
     def _choose(self, chances: Doubles, level: int, needed: float) -> Ints:
         """Tokens `[n]` of each draft to verify: for most tokens per unit of time, or none."""

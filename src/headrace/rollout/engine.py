@@ -82,8 +82,7 @@ class Engine:
         if speculate and policy.exact and policy.device.type != "cuda":
             told = "speculative decoding on a CPU is not batch-invariant; set rollout.speculate = 0"
             raise ConfigError(f"model.exact = true and rollout.speculate = {speculate}: {told}")
-        drafter = partial(Drafter, max_running=self.max_running, device=policy.device.type)
-        self._drafter = drafter(speculate) if speculate else None
+        self._drafter = Drafter(speculate, self.max_running, policy.device.type) if speculate else None
         self._rows = Rows((policy.routers.dtype, policy.routers.shape), cache(self._make_grammars))
         _ = self._store  # a cache that is too large is an error now
         self._inbox: deque[Callable[[], None]] = deque()
@@ -278,7 +277,8 @@ class Engine:
 
     def _decode(self, wanted: int) -> int:
         """Up to `wanted` decode steps, or one that verifies drafts. Returns the number."""
-        while not (steps := self._room_for(wanted)):
+        bursts = (min(wanted, self._store.most_steps), 1) if self._rows.plain else (1,)
+        while not (steps := next((n for n in bursts if self._store.grow(self._rows.lengths, n)), 0)):
             self._make_room()
         read_bytes = self._weight_bytes + kv_bytes_per_token(self.policy) * int(self._rows.lengths.sum())
         self.counts.limit_s += steps * read_bytes / limits(self.policy.device)[1]
@@ -295,13 +295,6 @@ class Engine:
         self.counts.accepted_tokens += int((burst.counts - 1).sum())
         self._record(burst, 0)
         return 1
-
-    def _room_for(self, wanted: int) -> int:
-        """Decode steps there is room for, at most `wanted`; 0 if a row must be preempted first."""
-        for steps in (min(wanted, self._store.most_steps), 1) if self._rows.plain else (1,):
-            if self._store.grow(self._rows.lengths, steps):
-                return steps
-        return 0
 
     def _make_room(self) -> None:
         """The cache is full: preempt what started last. It will be recomputed."""

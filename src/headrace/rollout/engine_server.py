@@ -108,7 +108,8 @@ class ServerEngine:
         self._shared = shared  # the directory where servers of the user's find weights
         self.notes: list[str] = []  # for the user
         self.begun: deque[tuple[str, int]] = deque()  # requests with a first token, and its version
-        self.sampled_tokens = self._computed = self._prompted = self._losses = 0
+        self.sampled_tokens = self._losses = 0
+        self.counts = EngineCounts()
         self._servers: list[Server] = []  # without those of the user's that do not answer
         addresses = section.addresses or [""]
         self.mark = f"{secrets.token_hex(4)}-"  # of our versions: nobody else's weights go by it
@@ -156,10 +157,6 @@ class ServerEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._asked) or not self._events.empty()
-
-    @property
-    def counts(self) -> EngineCounts:
-        return EngineCounts(computed_tokens=self._computed, prompt_tokens=self._prompted)
 
     # ---- called from the device thread
 
@@ -326,7 +323,7 @@ class ServerEngine:
         asked.row = replace(asked.row, sampled=np.concatenate([asked.row.sampled, fresh]))
         asked.row.supports.extend(np.array(sorted(left), np.int32) for left in part.supports)
         self.sampled_tokens += len(fresh) * request.counted
-        self._computed += len(fresh)
+        self.counts.computed_tokens += len(fresh)
         if not part.finish:
             return
         del self._asked[request.id]
@@ -342,7 +339,7 @@ class ServerEngine:
         if told_tokens != len(versions) and (asked.server is None or asked.server.tells_versions):
             told = f"{self.name} sampled {len(versions)} tokens and tells the versions of others"
             raise ModelError(f"{told}: {part.spans}")
-        self._prompted += len(asked.row.prompt)
+        self.counts.prompt_tokens += len(asked.row.prompt)
         self._losses = 0
         self._finished.append(asked.row.generation(part.finish, self._clock()))
 

@@ -22,8 +22,7 @@ class SglangEngine(ServerEngine):
     name, generate = "SGLang", "/generate"
 
     def launch(self, directory: Path) -> Launch:
-        with socket.socket() as free:
-            free.bind((HOST, 0))
+        with socket.create_server((HOST, 0)) as free:
             port = int(free.getsockname()[1])
         key, settings = secrets.token_hex(16), directory / "server.yaml"
         settings.write_text(f'api-key: "{key}"\n')  # every user of the machine can read flags

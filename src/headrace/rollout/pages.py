@@ -49,6 +49,7 @@ class PageTables:
     def __init__(self, num_tokens: int) -> None:
         self.num_pages = num_pages(num_tokens)
         self.pages = Pages(self.num_pages + 1)
+        self.drop_kept = self.pages.give_back
         self.rows: list[list[int]] = []
         # of a prompt; and if its last page is partial, that page and copies of it: one for each row
         self._prompts: dict[int, tuple[list[int], list[int]]] = {}
@@ -91,9 +92,6 @@ class PageTables:
         held = self.rows[row][: num_pages(num_tokens)]
         self.pages.share(held)
         return held
-
-    def drop_kept(self, kept: list[int]) -> None:
-        self.pages.give_back(kept)
 
     def fork(self, place: int, count: int) -> None:
         """Append `count` rows that share the prompt's full pages; each has its own last page."""

@@ -179,9 +179,6 @@ class Rows:
         found: Ints = np.where(places < 0, tails, sampled)
         return found
 
-    def tokens_at(self, rows: Ints, at: Ints) -> Ints:
-        return self._table["token"][rows, at]
-
     def add(self, prompt: IntArray, requests: list[Request], now_s: float, routes: RouteArray) -> None:
         """Append rows for `requests` of one prompt, with nothing sampled yet."""
         n, more = len(self), len(requests)

@@ -338,13 +338,21 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
     """Sample a token per row by inverse CDF at `uniforms_n`; a temperature of 0 is greedy."""
     uniforms = torch.from_numpy(uniforms_n).to(logits_nV.device)
     kinds = {id(s): s for s in samplings}.values()  # few different ones, and an id is fast
-    truncates = any(s.truncates for s in kinds)
+    truncates, allowed = any(s.truncates for s in kinds), None
     if logits_nV.is_cuda:
-        return _draw_on_gpu(logits_nV, samplings, uniforms, truncates)
+        temperatures = torch.tensor([s.temperature for s in samplings], device=logits_nV.device)
+        logits = logits_nV.contiguous()
+        if truncates:
+            columns = zip(*((s.top_k, s.top_p, s.min_p) for s in samplings), strict=True)
+            limits = [torch.tensor(column, device=logits.device) for column in columns]
+            logits = softmax.truncated(logits, temperatures, *limits)
+            allowed = torch.isfinite(logits)
+        return Draw(*softmax.draw_tokens(logits, uniforms, temperatures), allowed)
     logits = logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32))
     if any(s.temperature not in (0.0, 1.0) for s in kinds):
         logits = logits / torch.tensor([s.temperature or 1.0 for s in samplings])[:, None]
-    if (allowed := _allowed(logits, samplings) if truncates else None) is not None:
+    if truncates:
+        allowed = _allowed(logits, samplings)
         logits = logits.masked_fill(~allowed, float("-inf"))
     logprobs = torch.log_softmax(logits, dim=-1)
     # in float64: a float32 sum over 150,000 tokens would change the probability of rare tokens
@@ -357,17 +365,6 @@ def draw(logits_nV: Tensor, samplings: list[Sampling], uniforms_n: npt.NDArray[n
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
         chosen = torch.where(greedy, 0.0, chosen)
     return Draw(tokens, chosen, allowed)
-
-
-def _draw_on_gpu(logits: Tensor, samplings: list[Sampling], uniforms: Tensor, truncates: bool) -> Draw:
-    temperatures = torch.tensor([s.temperature for s in samplings], device=logits.device)
-    logits, allowed = logits.contiguous(), None
-    if truncates:
-        columns = zip(*((s.top_k, s.top_p, s.min_p) for s in samplings), strict=True)
-        limits = [torch.tensor(column, device=logits.device) for column in columns]
-        logits = softmax.truncated(logits, temperatures, *limits)
-        allowed = torch.isfinite(logits)
-    return Draw(*softmax.draw_tokens(logits, uniforms, temperatures), allowed)
 
 
 def _allowed(logits: Tensor, samplings: list[Sampling]) -> Tensor:

@@ -101,7 +101,7 @@ def response(ask: Ask, answers: Sequence[Answered], model: str) -> Json:
         "error": None,
         "instructions": ask.instructions or None,
         "metadata": {},
-        "output": _items(answered),
+        "output": list(_items(answered)),
         "parallel_tool_calls": True,
         "previous_response_id": ask.previous or None,
         "temperature": ask.temperature,
@@ -113,19 +113,18 @@ def response(ask: Ask, answers: Sequence[Answered], model: str) -> Json:
     }
 
 
-def _items(answered: Answered) -> list[Json]:
-    answer, items = answered.answer, list[Json]()
+def _items(answered: Answered) -> Iterator[Json]:
+    answer = answered.answer
     if answer.reasoning:
         thought = [{"type": "reasoning_text", "text": answer.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{answered.id}", "summary": [], "content": thought})
+        yield {"type": "reasoning", "id": f"rs_{answered.id}", "summary": [], "content": thought}
     if answer.content or not answer.tool_calls:
         part = {"type": "output_text", "text": answer.content, "annotations": []}
         known = {"type": "message", "id": f"msg_{answered.id}", "role": "assistant", "status": "completed"}
-        items.append(known | {"content": [part]})
+        yield known | {"content": [part]}
     for call in answer.tool_calls:
         known = {"type": "function_call", "id": f"fc_{call.id}", "call_id": call.id, "status": "completed"}
-        items.append(known | {"name": call.name, "arguments": call.arguments})
-    return items
+        yield known | {"name": call.name, "arguments": call.arguments}
 
 
 def response_events(ask: Ask, answers: Sequence[Answered], model: str) -> Iterator[str]:
