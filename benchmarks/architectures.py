@@ -139,7 +139,7 @@ def step(learner: Learner, items: Sequence[Item]) -> float:
 def be_rank(rank: int, port: int, directory: str) -> None:
     torch.set_num_threads(1)
     store, device = TCPStore(HERE, port, is_master=False), torch.device("cpu")
-    sharding = Sharding(rank=rank, num_ranks=2, store=store, device=device)
+    sharding = Sharding(rank=rank, shape=(1, 2), store=store, device=device)
     items = pickle.loads((Path(directory) / ITEMS).read_bytes())
     learner = learner_of(load(directory, "cpu", sharding=sharding), sharding=sharding)
     print(json.dumps(step(learner, split(items, 2)[rank])))

@@ -71,7 +71,7 @@ class Peak:
 def be_rank(rank: int, num_ranks: int, port: int, directory: str, limit_mb: int) -> None:
     """Load, take steps, and print what it took."""
     store, device = TCPStore(HERE, port, is_master=False), torch.device("cpu")
-    sharding = Sharding(rank=rank, num_ranks=num_ranks, store=store, device=device)
+    sharding = Sharding(rank=rank, shape=(1, num_ranks), store=store, device=device)
     items = batch(1, answers(16, 16))
     if limit_mb:
         data = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))

@@ -33,12 +33,12 @@ def on_ranks(
     ranks: int | tuple[int, int], work: Callable[..., Any], *args: Any, hosts: Sequence[str] = ()
 ) -> list[Any]:
     """What `work(sharding, *args)` returns in each of so many processes, which may say that they are on these hosts."""
-    replicas, num_ranks = (1, ranks) if isinstance(ranks, int) else (ranks[0], ranks[0] * ranks[1])
+    shape = (1, ranks) if isinstance(ranks, int) else ranks
     store = TCPStore(HERE, 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
-    for rank in range(num_ranks):
+    for rank in range(shape[0] * shape[1]):
         here, there = forked.context.Pipe()
-        seat = {"rank": rank, "num_ranks": num_ranks, "replicas": replicas}
+        seat = {"rank": rank, "shape": shape}
         job = (there, seat, hosts[rank] if hosts else HERE, store.port, work, args)
         process = forked.context.Process(target=_rank, args=job, daemon=True)
         process.start()
@@ -56,7 +56,7 @@ def on_ranks(
     return [result for (result,) in found]
 
 
-def _rank(pipe: Connection, seat: dict[str, int], host: str, port: int, work: Callable[..., Any], args: Any) -> None:
+def _rank(pipe: Connection, seat: dict[str, Any], host: str, port: int, work: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     optimizer.own_address = lambda: host
     try:

@@ -126,9 +126,7 @@ class RolloutSection(SettingsSection):
     top_p: Share = setting(1.0, "keep the likeliest tokens that hold this much probability")
     min_p: BelowOne = setting(0.0, "keep tokens at least this likely relative to the likeliest")
     stop: tuple[str, ...] = setting((), "an answer also ends after one of these strings")
-    workers: PositiveInt = setting(
-        1, "engines, each with a copy of the weights; several need place.cluster=ray", most=MOST_PROCESSES
-    )
+    workers: Processes = setting(1, "engines, each with the weights; several need place.cluster=ray")
     max_running: PositiveInt = setting(256, "sequences decoded at a time, per engine", most=2**16)
     prefill_tokens: PositiveInt = setting(2048, "prompt tokens computed per engine step, at most")
     kv_tokens: NonNegativeInt = setting(0, "tokens in the key/value cache; 0 sizes it from memory")
@@ -213,8 +211,7 @@ class LearnerSection(SettingsSection):
     weight_decay: NonNegativeFloat = setting(0.0, "AdamW", most=MOST)
     grad_clip: NonNegativeFloat = setting(1.0, "largest gradient norm; 0 is off")
     ranks: Processes | tuple[Processes, Processes] = Field(
-        1,
-        description="processes that train, each with a part of the weights; on Ray; [2, 4]: two replicas in four parts",
+        1, description="processes that train, each with a part of the weights ([2, 4]: two replicas); on Ray"
     )
     micro_batch_tokens: PositiveInt = setting(8192, "packed tokens per pass, of each rank")
     checkpoint_activations: bool = setting(False, "recompute activations, to save memory")
@@ -226,7 +223,7 @@ class LearnerSection(SettingsSection):
     gae_lambda: UpToOne = setting(1.0, "gae: 0 trusts the critic's next value, 1 the rewards alone")
     critic: Annotated[float, Field(ge=0, le=MOST)] | Home = setting(
         0.1,
-        "gae: weight in the policy's gradient of a critic on its body; or a directory: a critic of its own",
+        "gae: weight in the policy's gradient of a critic on its body; or the directory of another",
     )
     value_lr: NonNegativeFloat = setting(1e-4, "learning rate of the critic", most=MOST)
     credit: Literal["episode", "turn", "state", "agent"] = setting(
@@ -264,12 +261,9 @@ class LearnerSection(SettingsSection):
     lora_alpha: PositiveFloat = setting(32.0, "scale of adapters: lora_alpha / lora_rank", most=MOST)
 
     @property
-    def replicas(self) -> int:
-        return self.ranks[0] if isinstance(self.ranks, tuple) else 1
-
-    @property
-    def num_ranks(self) -> int:
-        return math.prod(self.ranks) if isinstance(self.ranks, tuple) else self.ranks
+    def mesh(self) -> tuple[int, int]:
+        """Replicas, and the ranks of each."""
+        return self.ranks if isinstance(self.ranks, tuple) else (1, self.ranks)
 
     @property
     def in_whole_steps(self) -> bool:
@@ -434,7 +428,7 @@ def _of_algorithms(config: Config) -> Iterator[str]:
         yield "learner.loss = 'tba' needs learner.kl_coef: it seeks the policy reference x exp(reward / kl_coef)"
     if learner.teacher and not learner.kl_coef:
         yield "learner.teacher needs learner.kl_coef, the weight of the divergence from it"
-    if learner.minibatches > 1 and learner.minibatches * learner.num_ranks > config.loop.groups_per_step:
+    if learner.minibatches > 1 and learner.minibatches * math.prod(learner.mesh) > config.loop.groups_per_step:
         yield "learner.minibatches x learner.ranks is more than loop.groups_per_step: each needs a group of its own"
 
 
@@ -494,7 +488,7 @@ def _of_engines(config: Config) -> Iterator[str]:
 def _of_places(config: Config) -> Iterator[str]:
     if config.episode.environment and config.episode.agent:
         yield "episode.environment and episode.agent: an episode has one of them; leave one empty"
-    place, workers, ranks = config.place, config.rollout.workers, config.learner.num_ranks
+    place, workers, ranks = config.place, config.rollout.workers, math.prod(config.learner.mesh)
     if config.reward.sandbox and not config.reward.workers:
         yield "reward.sandbox = true and reward.workers = 0: the training process itself cannot be put into a sandbox"
     if place.cluster == "local" and (workers > 1 or ranks > 1):

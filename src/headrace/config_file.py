@@ -133,14 +133,15 @@ def gpus_of(section: RolloutSection) -> int:
 
 def gpus_of_rewards(config: Config) -> float:
     """Those that the files of reward functions and filters ask for, on Ray."""
-    return config.reward.workers * sum(map(gpus_said, (config.reward.function, *config.buffer.filters)))
+    functions = config.reward.function, *config.buffer.filters
+    return config.reward.workers * sum(map(gpus_said, functions))
 
 
 def num_devices(config: Config) -> float:
     """The GPUs that a run asks for, or where its model is on CPUs the workers."""
     if config.place.cluster == "local":
         return 1
-    ranks = config.learner.num_ranks + gpus_of_rewards(config)
+    ranks = math.prod(config.learner.mesh) + gpus_of_rewards(config)
     return ranks if config.place.layout == "colocated" else ranks + config.rollout.workers * gpus_of(config.rollout)
 
 

@@ -129,13 +129,14 @@ def names_function(agent: str) -> bool:
 
 @cache
 def gpus_said(spec: str) -> float:
-    """The number in a line `GPUS = 0.5` of the function's file, which is not run for that; 0 without one."""
+    """The number in a line `GPUS = 0.5` of the function's file, which is not run for that, or 0."""
     place, path = spec.rpartition(":")[0], Path(os.path.expanduser(spec.rpartition(":")[0]))
     lines = ast.parse(path.read_bytes()).body if names_file(place) and path.is_file() else []
     said = [node for node in lines if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GPUS"]
     value = ast.unparse(said[-1].value) if said else "0"
     if not re.fullmatch(r"0?\.\d+|\d+(\.0)?", value):
-        raise RewardError(f"{place}: GPUS = {value} is neither a share of a GPU, such as 0.5, nor a whole number")
+        told = "is neither a share of a GPU, such as 0.5, nor a whole number"
+        raise RewardError(f"{place}: GPUS = {value} {told}")
     return float(value)
 
 

@@ -28,7 +28,7 @@ SECTION = LearnerSection(lr=1e-4, micro_batch_tokens=128)
 @pytest.fixture
 def sharding() -> Iterator[Sharding]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    seat = Sharding(rank=0, num_ranks=1, store=store, device=torch.device("cuda", 0), timeout_s=60)
+    seat = Sharding(rank=0, shape=(1, 1), store=store, device=torch.device("cuda", 0), timeout_s=60)
     yield seat
     torch.distributed.destroy_process_group()
 

@@ -186,7 +186,7 @@ def test_a_critic_can_be_a_model_of_its_own(
 
 def test_a_critic_reads_the_tokens_of_the_policy(make_policy: Callable[..., Policy], policy: Policy, tmp_path: Path):
     build_demo(tmp_path / "demo", seed=0, chat=True)
-    with pytest.raises(ModelError, match=r"learner\.critic = .* has another vocabulary than the model"):
+    with pytest.raises(ModelError, match=r"learner\.critic = .* has another vocabulary than the policy"):
         learner_for(policy, PPO.model_copy(update={"critic": str(tmp_path / "demo")}))
     with pytest.raises(ModelError, match=r"learner\.critic = 'nowhere': no such directory or file"):
         Intake(PPO.model_copy(update={"critic": "nowhere"}))

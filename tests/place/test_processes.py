@@ -136,7 +136,7 @@ def test_a_run_goes_on_elsewhere(workshop: Workshop, local_run: Path):
         api.resume(run_dir, overrides=["run.seed=1"])
     assert api.resume(run_dir, overrides=[*ON_RAY, DISK])["finished"]
     assert audit(run_dir) == []
-    assert run_config(run_dir).learner.num_ranks == 2
+    assert run_config(run_dir).learner.mesh == (1, 2)
     assert_same_result(run_dir, local_run, attempt=2)
 
 

@@ -73,7 +73,7 @@ def test_a_run_goes_on_elsewhere_in_turns_on_the_same_devices(workshop: Workshop
     run_dir = begun_here(workshop, "moved", stop_at=1)
     assert api.resume(run_dir, overrides=[*ON_RAY, *IN_TURNS])["finished"]
     assert audit(run_dir) == []
-    assert run_config(run_dir).learner.num_ranks == 2
+    assert run_config(run_dir).learner.mesh == (1, 2)
     assert_same_result(run_dir, local_run, attempt=2)
 
 

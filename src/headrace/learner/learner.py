@@ -265,10 +265,10 @@ def mean_of(updates: Sequence[StepStats], mismatch: Mismatch) -> StepStats:
 
 
 class Critic:
-    """Estimates the reward to come after each token: a linear head on final hidden states, at first zeros.
+    """Estimates the reward to come after each token: a linear head on final hidden states.
 
-    They are the policy's, whose weights its loss changes too, by a share of its gradient; or those of
-    a model of its own, `body`, which then learns at the critic's rate.
+    It begins with zeros. The states are the policy's, whose weights its loss changes too, by a share
+    of its gradient; or those of a model of its own, `body`, which then learns at the critic's rate.
     """
 
     def __init__(self, policy: Policy, section: LearnerSection, sharding: Sharding | None) -> None:
@@ -317,7 +317,7 @@ def model_beside(policy: Policy, setting: str, path: str, sharding: Sharding | N
     section = ModelSection(path=path).model_copy(update=kind)
     model = load_policy(section, mesh=sharding.mesh if sharding else None)
     if model.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ModelError(f"{setting} = '{path}' has another vocabulary than the model that is trained")
+        raise ModelError(f"{setting} = '{path}' has another vocabulary than the policy")
     return model
 
 
@@ -334,7 +334,7 @@ def plainly(policy: Policy) -> Callable[[Batch], tuple[Tensor, ...]]:
 
 
 def take_part(compute: Callable[[Batch], tuple[Tensor, ...]], policy: Policy, *, backward: bool = False) -> None:
-    """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank, in the same order."""
+    """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank, in one order."""
     with torch.set_grad_enabled(backward):
         first, _, *others = compute(pack([_worked((np.zeros(2, np.int32), np.array([False, True])))], policy.device))
         if backward:

@@ -1,4 +1,4 @@
-"""The optimizer step on weights that an engine decodes with, and the ranks over which it is shared."""
+"""The optimizer step on weights that an engine decodes with, and the ranks that share it."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from headrace.config import LearnerSection
 from headrace.kernels import AVAILABLE, adamw
@@ -21,7 +21,7 @@ Named = Iterable[tuple[str, nn.Parameter]]
 class Sharding:
     """This process as one rank of a learner, by FSDP2: each has a part of weights and batch.
 
-    With `replicas` the ranks that share one are on one node, where they can be.
+    Of a `shape` of replicas and their ranks, those of one are on one node, where they can be.
     Gathering a layer's weights is a collective of all ranks. So every rank must be called equally
     often, with an empty list if there is nothing for it. The caller divides the work (`Ranks`). The
     constructor waits for the others at rank 0's `store`, and sets the default process group.
@@ -31,23 +31,24 @@ class Sharding:
         self,
         *,
         rank: int,
-        num_ranks: int,
+        shape: tuple[int, int],
         store: TCPStore,
         device: torch.device,
-        replicas: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
-        self.rank, self.num_ranks, self._replicas = rank, num_ranks, replicas
+        self.rank, self.num_ranks, self._replicas = rank, math.prod(shape), shape[0]
         backend = "gloo"
         if device.type == "cuda":
             backend = "cpu:gloo,cuda:nccl"  # small sums without a GPU sync
             torch.cuda.set_device(device.index or 0)
         timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
-        hosts = self._gathered(own_address())
-        near = torch.tensor(sorted(range(num_ranks), key=lambda rank: (hosts[rank], rank)))
-        self.mesh = DeviceMesh(device.type, near.view(replicas, -1), mesh_dim_names=("replicas", "parts"))
-        self.mesh = self.mesh if replicas > 1 else self.mesh["parts"]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=self.num_ranks, timeout=timeout)
+        if shape[0] == 1:
+            self.mesh = init_device_mesh(device.type, shape[1:])
+        else:
+            hosts = self._gathered(own_address())
+            near = torch.tensor(sorted(range(self.num_ranks), key=lambda rank: (hosts[rank], rank)))
+            self.mesh = DeviceMesh(device.type, near.view(shape), mesh_dim_names=("replicas", "parts"))
         # a checkpoint is written while training goes on, so it needs a process group of its own
         self.writers = dist.new_group(backend="gloo", timeout=timeout)
 

@@ -60,7 +60,7 @@ class LearnerRank:
             size = parameter.dtype.itemsize
             trained = (12 if size == 2 else 2 * size) + size if parameter.requires_grad else 0
             total += parameter.numel() * (trained * (2 if own_critic else 1) + reference)
-        return max(0, total * section.replicas // section.num_ranks - self._held_bytes)
+        return max(0, total // section.mesh[1] - self._held_bytes)
 
     @cached_property
     def learner(self) -> Learner:
@@ -84,18 +84,17 @@ class LearnerRank:
         return True
 
     def address(self) -> tuple[str, int]:
-        if self._config.learner.num_ranks == 1:
+        if self._config.learner.mesh == (1, 1):
             return "", 0  # nobody to meet: no port is opened
         self._store = TCPStore(own_address(), 0, is_master=True, wait_for_workers=False)
         return self._store.host, self._store.port
 
     def meet(self, host: str, port: int) -> PolicyFacts:
-        config, section = self._config, self._config.learner
-        if section.num_ranks > 1:
+        config, mesh = self._config, self._config.learner.mesh
+        if mesh != (1, 1):
             store = self._store or TCPStore(host, port, is_master=False)
             device = resolve_device(config.model.device)
-            seats = {"rank": self._rank, "num_ranks": section.num_ranks, "replicas": section.replicas}
-            self._sharding = Sharding(**seats, store=store, device=device)
+            self._sharding = Sharding(rank=self._rank, shape=mesh, store=store, device=device)
         self.policy = policy_of(self._device, config, self._sharding.mesh if self._sharding else None)
         if self._rank == 0 and self._sending is not None:
             self._publisher = Publisher(Encoder(config.publish.encoding), self._sending())
@@ -196,7 +195,7 @@ class LearnerRank:
 def policy_of(device: DeviceThread, config: Config, mesh: DeviceMesh | None = None) -> Policy:
     """The policy, with adapters if those are trained, over `mesh`. Sets the threads of `device`."""
     model = config.model
-    if model.exact == "auto" and (config.rollout.engine != "embedded" or config.learner.num_ranks > 1):
+    if model.exact == "auto" and (config.rollout.engine != "embedded" or config.learner.mesh != (1, 1)):
         model = model.model_copy(update={"exact": False})  # the other side has other bits
     if model.threads:
         torch.set_num_threads(model.threads)

@@ -7,9 +7,10 @@ copy of the weights. On Ray this process holds no weights. A lost rollout worker
 
 import asyncio
 import itertools
+import math
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -89,7 +90,7 @@ class Place:
         self._colocated = ends is None or config.place.layout == "colocated"
         self._sending = ends[0] if ends else None
         self._receiving = ends[1] if ends else None
-        self.ranks = Ranks(cluster, [*map(self._spawn_rank, range(config.learner.num_ranks))], config.learner)
+        self.ranks = Ranks(cluster, [*self._spawn_ranks()], config.learner)
         self.facts = self.device.call(self.ranks.meet)
         most, answer = self.facts.max_context, config.rollout.max_new_tokens
         if answer >= most:
@@ -290,9 +291,10 @@ class Place:
             write = self.device.call(lambda: self.ranks.snapshot(reference=True))
             Checkpoints(self.run_dir, 1, REFERENCE).write(0, write, {})
 
-    def _spawn_rank(self, rank: int) -> Worker[LearnerRank]:
-        name = f"{'worker' if self._colocated else 'learner'}-{rank}" if self._sending else "local"
-        return self.cluster.spawn(name, LearnerRank, self.config, rank, self._sending, gpus=self._gpus)
+    def _spawn_ranks(self) -> Iterator[Worker[LearnerRank]]:
+        for rank in range(math.prod(self.config.learner.mesh)):
+            name = f"{'worker' if self._colocated else 'learner'}-{rank}" if self._sending else "local"
+            yield self.cluster.spawn(name, LearnerRank, self.config, rank, self._sending, gpus=self._gpus)
 
     def _rollout_workers(self) -> list[Worker[Sampler]]:
         """The first rollout workers, made and ready. Called in a thread."""
@@ -400,12 +402,14 @@ def _gpus_of_a_worker(config: Config, cluster: Cluster) -> float:
         return 0.0
     asked, wanted, uses = gpus_of_rewards(config), dict[str, int](), _uses_gpus(config, cluster)
     if uses:
-        wanted = {"rollout.workers": config.rollout.workers, "learner.ranks": config.learner.num_ranks}
+        workers, ranks = config.rollout.workers, math.prod(config.learner.mesh)
+        wanted = {"rollout.workers": workers, "learner.ranks": ranks}
     if asked:
         wanted["reward.workers"] = config.reward.workers
     if (needed := num_devices(config) if uses else asked) > cluster.num_gpus:
         told = " and ".join(f"{key} = {value}" for key, value in wanted.items())
         in_turns = config.place.layout == "colocated" or not uses
         advice = "use fewer" if in_turns else "lower one, or set place.layout = 'colocated'"
-        raise ConfigError(f"{told} need {needed:g} GPUs, and the cluster has {cluster.num_gpus}: {advice}")
+        told = f"{told} need {needed:g} GPUs"
+        raise ConfigError(f"{told}, and the cluster has {cluster.num_gpus}: {advice}")
     return float(uses)

@@ -193,7 +193,7 @@ class Policy:
         return self.model.named_parameters() if self.shards is None else self.shards.held.items()
 
     def held_below_head(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """Those that hidden states depend on: not the output head's, unless they are the embedding too."""
+        """Without the output head, unless that is the embedding too."""
         head = {id(self.head_weight)} - {id(self.model.get_input_embeddings().weight)}
         unused = {name for name, p in self.model.named_parameters() if id(p) in head}
         return [(name, p) for name, p in self.held() if name not in unused]

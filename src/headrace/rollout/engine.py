@@ -188,8 +188,8 @@ class Engine:
         """The KV cache; allocated again when it is needed after `release_cache`."""
         if self.policy.device.type == "cuda":
             if self.policy.routers.num_layers and self.policy.dtype is not torch.bfloat16:
-                # torch's grouped products of other precisions wait for the host, which no graph can hold
-                raise ConfigError("a mixture of experts on a GPU is decoded in bfloat16; set model.dtype = 'bfloat16'")
+                # torch's grouped products of others wait for the host: no graph can hold them
+                raise ConfigError("a mixture on a GPU is decoded in bfloat16: set model.dtype=bfloat16")
             return PagedStore(self.policy, self.kv_tokens, self._rows, self.max_running)
         return RowStore(self.policy, self.kv_tokens, self._rows)
 
