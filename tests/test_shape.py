@@ -41,7 +41,7 @@ ROOMS = {
     "rollout": 2_886,
     "serve": 1_303,
     "cli": 1_140,
-    "dashboard": 1_765,
+    "dashboard": 1_767,
     "insight": 2_761,
     "runs": 998,
 }

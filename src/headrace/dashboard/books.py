@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -222,7 +222,8 @@ class Rewards:
         self.parts = {name: (before[name], now[name]) for name in before if name in now}
 
 
-class Wanted(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
     """Which trajectories to list; each is the name of a value in an address."""
 
     state: str | None = None

@@ -1,6 +1,7 @@
 """Runs: a list of all, one with a view for each question, its answers, and several compared."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -182,7 +183,7 @@ async def trajectories(site: Site, name: str) -> None:
     place = {side: number(page.query(), side) for side in ("older", "newer")}
 
     def there(**changes: Any) -> str:
-        return address("run", name, "trajectories", **wanted._asdict() | changes)
+        return address("run", name, "trajectories", **asdict(wanted) | changes)
 
     def draw(read: tuple[Books, Page]) -> None:
         held, found = read
@@ -192,7 +193,7 @@ async def trajectories(site: Site, name: str) -> None:
             columns=PAGE_COLUMNS,
             rows=found.rows,
             numeric={1, 2, 4, 5},
-            links=[address("run", name, "trajectory", id=row[0], **wanted._asdict()) for row in found.rows],
+            links=[address("run", name, "trajectory", id=row[0], **asdict(wanted)) for row in found.rows],
             wide={2, 4, 5, 6},
             instead="No answer is like this." if wanted != Wanted() else "No answer is finished yet.",
         )
@@ -234,7 +235,7 @@ async def trajectory(site: Site, name: str) -> None:
     if not (id := page.query().get("id")):
         raise UnknownNameError("The address names no answer: it ends with trajectory?id=... of one.")
     read = await threads.io_bound(books.Answer, path, id, wanted)
-    found, here = read.found, partial(address, "run", name, "trajectory", **wanted._asdict())
+    found, here = read.found, partial(address, "run", name, "trajectory", **asdict(wanted))
     links = {"← newer answer": read.newer, "older answer →": read.older}
     links = {text: other and here(id=other) for text, other in links.items()}
     links["all answers to this prompt"] = address("run", name, "group", serial=found.serial)
