@@ -123,13 +123,13 @@ def measured(directory: Path, tokens: int, steps: int) -> str:
     settings += ["prompts.eval_count=1", "loop.eval_samples=1", "reward.cache=false", "buffer.drop=nothing"]
     settings += ["place.cluster=ray", "rollout.workers=2", f"rollout.samples={SAMPLES}", "ledger.samples_every=0"]
     settings += [f"rollout.max_new_tokens={tokens}", f"loop.groups_per_step={GROUPS}", f"loop.steps={steps}"]
-    settings += ["loop.max_lag=2", "loop.target_reward=10", "recovery.every_steps=1000"]
+    settings += ["loop.max_lag=2", "loop.target_reward=10", "recovery.every_steps=1000", "learner.kl_coef=0"]
     clock = Clock()
     api.train(load_config(DEMO, settings), clock)
     main_s, process_s, wall_s = (b - a for a, b in zip(clock.at[SKIPPED - 1], clock.at[-1], strict=True))
     answers = (steps - SKIPPED) * GROUPS * SAMPLES
     with Ledger.open(run) as ledger:
-        (one, *_) = read_trajectories(ledger.connection, "t.trained_step = ?", (steps,))
+        (one, *_) = read_trajectories(ledger.connection, "t.state = 'trained' AND t.trained_step = 1", ())
         stored = sum(path.stat().st_size for path in run.glob(f"{FILE_NAME}*")) / (steps * GROUPS * SAMPLES)
     most = answers / main_s
     cells = [f"{tokens:,}", f"{1e3 * main_s / answers:.2f}", f"{1e3 * process_s / answers:.2f}", f"{most:,.0f}"]
