@@ -60,6 +60,7 @@ def test_the_error_is_that_of_the_seeds_or_of_the_evaluation_whichever_is_larger
         ("rollout.command=", ["rollout.command="]),
         ('rollout.stop=["]","x"],["y"]', ['rollout.stop=["]","x"]', 'rollout.stop=["y"]']),
         ("loop.max_lag=0 , 1", ["loop.max_lag=0", "loop.max_lag=1"]),
+        ("prompts.system=it's a, b", ["prompts.system=it's a, b"]),
     ],
 )
 def test_commas_outside_of_brackets_and_quotes_separate_values(word: str, expected: list[str]):

@@ -22,15 +22,15 @@ MAX_README_LINES = 150
 MAX_FRONT_DOORS = 9
 MAX_WALKED_FILES = 30
 MAX_LONG_LINES = 0.05
-MAX_CORE_LINES, MAX_LENS_LINES = 21_330, 6_670  # together 28,000
+MAX_CORE_LINES, MAX_LENS_LINES = 21_332, 6_668  # together 28,000
 LENS = ("cli", "dashboard", "insight", "runs")  # looks at what the other rooms, the core, wrote
 # Lines of each room.
 ROOMS = {
-    "(files)": 3_033,
+    "(files)": 3_036,
     "buffer": 337,
     "episode": 1_301,
     "kernels": 1_198,
-    "learner": 1_511,
+    "learner": 1_515,
     "ledger": 1_269,
     "loop": 1_511,
     "place": 1_722,

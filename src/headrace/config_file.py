@@ -329,11 +329,11 @@ def _annotation_text(annotation: Any) -> str:
         return " or ".join(map(_annotation_text, get_args(annotation)))
     if get_origin(annotation) is Annotated:
         kind, limits = get_args(annotation)[:2]
-        return "text" if kind is str else _type_text(limits)
+        return _type_text(limits).replace("a number", _annotation_text(kind), 1)
     if get_origin(annotation) is tuple:
         item = get_args(annotation)[0]
         if get_origin(item) is Annotated:
-            each = [_type_text(get_args(one)[1]) for one in get_args(annotation) if one is not ...]
+            each = [_annotation_text(one) for one in get_args(annotation) if one is not ...]
             return f"a list of {' and '.join(each)}" if len(each) > 1 else f"{each[0]}, or a list of such"
         example = get_args(item)[0] if get_origin(item) is Literal else "text"
         return f'a list of {_annotation_text(item).removeprefix("one of ")}, such as ["{example}"]'

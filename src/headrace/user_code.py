@@ -130,10 +130,13 @@ def names_function(agent: str) -> bool:
 @cache
 def gpus_said(spec: str) -> float:
     """The number in a line `GPUS = 0.5` of the function's file, which is not run for that, or 0."""
-    place, path = spec.rpartition(":")[0], Path(os.path.expanduser(spec.rpartition(":")[0]))
-    lines = ast.parse(path.read_bytes()).body if names_file(place) and path.is_file() else []
-    said = [node for node in lines if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "GPUS"]
-    value = ast.unparse(said[-1].value) if said else "0"
+    place, lines, value = spec.rpartition(":")[0], list[ast.stmt](), "0"
+    with contextlib.suppress(OSError, SyntaxError, ValueError):  # loading it says what is wrong
+        lines = ast.parse(Path(os.path.expanduser(place)).read_bytes()).body if names_file(place) else []
+    for line in lines:
+        if isinstance(line, ast.Assign | ast.AnnAssign) and line.value:
+            target = line.target if isinstance(line, ast.AnnAssign) else line.targets[0]
+            value = ast.unparse(line.value) if ast.unparse(target) == "GPUS" else value
     if not re.fullmatch(r"0?\.\d+|\d+(\.0)?", value):
         told = "is neither a share of a GPU, such as 0.5, nor a whole number"
         raise RewardError(f"{place}: GPUS = {value} {told}")

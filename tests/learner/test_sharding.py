@@ -445,7 +445,8 @@ def test_ranks_have_the_teacher_in_parts(
 def test_ranks_take_the_same_updates(saved: Callable[..., Path], change: dict[str, Any], own: bool):
     directory, steps = saved(), make_steps()
     if own:
-        change = change | {"critic": str(saved("Llama", num_hidden_layers=3)), "value_lr": LR}
+        critic = saved("Llama", num_hidden_layers=3, tie_word_embeddings=False)
+        change = change | {"critic": str(critic), "value_lr": LR}
     section = LearnerSection(advantage="gae", gae_lambda=0.9, lr=LR, micro_batch_tokens=32, **change)
     outcomes = on_ranks(2, take_steps, directory, section, steps)
     assert_all_ranks_agree(outcomes)

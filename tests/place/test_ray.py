@@ -188,7 +188,10 @@ def test_gpus_are_a_share_or_a_number(tmp_path: Path, value: str):
     with pytest.raises(RewardError, match=r"rater.py: GPUS = .* is neither a share of a GPU, such as 0.5, nor"):
         gpus_said(f"{tmp_path}/rater.py:score")
     (tmp_path / "other.py").write_text("GPUS = 2.0\n")
-    assert [gpus_said(spec) for spec in (f"{tmp_path}/other.py:score", "exact", "module:score", "")] == [2, 0, 0, 0]
+    (tmp_path / "typed.py").write_text("GPUS: float\nGPUS: float = 0.5\n")
+    (tmp_path / "broken.py").write_text("GPUS = 1\ndef score(:\n")
+    specs = (*(f"{tmp_path}/{name}.py:score" for name in ("other", "typed", "broken", "none")), "exact", "m:score", "")
+    assert [gpus_said(spec) for spec in specs] == [2, 0.5, 0, 0, 0, 0, 0]
 
 
 def test_settings_that_need_a_cluster_say_so(workshop: Workshop):

@@ -34,7 +34,7 @@ LAST_ROWS = 8  # of a run that is shown
 MOST_PROBLEMS = 3  # explained below the list of runs
 TOKEN_COLUMNS = 40  # characters for a token with its number, log-prob and version
 LONGEST_WORD = 14  # of a token's text, with its quotes
-HELD_TOGETHER = re.compile(r"""\[(?:"[^"]*"|'[^']*'|[^]])*\]|{[^}]*}|"[^"]*"|'[^']*'""")
+HELD_TOGETHER = re.compile(r"""\[(?:"[^"]*"|'[^']*'|[^]])*\]|{[^}]*}|"[^"]*"|'[^']*'|[\[{"'].*""", re.DOTALL)
 RunsDir = Annotated[Path, Argument(metavar="[DIR]", help="where the runs are")]
 At = Annotated[Cost, Option(help="what is to be equal")]
 

@@ -53,8 +53,7 @@ class Learner:
         if section.checkpoint_activations:
             policy.checkpoint_activations()
         self._optimizer = Optimizer(policy.held(), section, sharding)
-        self._critic = critic = Critic(policy, section, sharding) if section.advantage == "gae" else None
-        self._bodies = [policy] if critic is None or critic.body is None else [policy, critic.body]
+        self._critic = Critic(policy, section, sharding) if section.advantage == "gae" else None
         self._limit_s = 0.0  # see `StepStats`
 
     def tensors(self) -> dict[str, Tensor]:
@@ -144,7 +143,8 @@ class Learner:
             if part:
                 yield part, pack(part, policy.device, routers, self._heats)
             else:
-                take_part(self._logprobs if policy is self.policy else plainly(policy), policy, backward=backward)
+                compute = self._logprobs if policy is self.policy else whole_logprobs(policy)
+                take_part(compute, policy.device, backward=backward)
 
     def _backward(self, batch: Batch) -> Tensor:
         """Add the micro-batch's gradients. Returns, on the device, what `_sums[1:]` adds up."""
@@ -154,7 +154,8 @@ class Learner:
             for optimizer in (self._optimizer, *(self._critic.optimizers if self._critic else ())):
                 optimizer.make_room()
             loss.backward()
-        self._limit_s += 3 * sum(body.pass_s(batch.plan) for body in self._bodies)
+        passed_through = self.policy, self._critic and self._critic.body
+        self._limit_s += 3 * sum(model.pass_s(batch.plan) for model in passed_through if model)
         parts = (loss.detach(), passed[0].detach().sum(), clipped.sum(), divergence.sum(), critic.sum())
         sums = torch.stack([part.double() for part in parts])
         return torch.cat([sums, mismatch_sums(passed[0], batch.behaviour)])
@@ -272,8 +273,11 @@ class Critic:
     """
 
     def __init__(self, policy: Policy, section: LearnerSection, sharding: Sharding | None) -> None:
-        self._section, self._sharding, own = section, sharding, section.critic
-        self.body = model_beside(policy, "learner.critic", own, sharding) if isinstance(own, str) else None
+        self._section, self._sharding, self._share, self.body = section, sharding, 1.0, None
+        if isinstance(section.critic, str):
+            self.body = model_beside(policy, "learner.critic", section.critic, sharding)
+        else:
+            self._share = section.critic
         size, dtype = (self.body or policy).config.hidden_size, torch.promote_types(policy.dtype, torch.float32)
         self.head = nn.Linear(size, 1, device=policy.device, dtype=dtype)
         for parameter in self.head.parameters():
@@ -286,8 +290,7 @@ class Critic:
 
     def values(self, hidden_NE: Tensor) -> Tensor:
         hidden, constant = hidden_NE.to(self.head.weight.dtype), hidden_NE.detach().to(self.head.weight.dtype)
-        share = 1.0 if isinstance(self._section.critic, str) else self._section.critic
-        return self.head(constant + share * (hidden - constant))[:, 0]  # type: ignore[no-any-return]
+        return self.head(constant + self._share * (hidden - constant))[:, 0]  # type: ignore[no-any-return]
 
     def tensors(self) -> dict[str, Tensor]:
         body = {} if self.body is None else as_parts(self.optimizers[1], self.body)
@@ -329,14 +332,15 @@ def as_parts(optimizer: Optimizer, policy: Policy) -> dict[str, Tensor]:
     return {name: shards.as_part(name.split(".", 1)[1], part) for name, part in found.items()}
 
 
-def plainly(policy: Policy) -> Callable[[Batch], tuple[Tensor, ...]]:
+def whole_logprobs(policy: Policy) -> Callable[[Batch], tuple[Tensor, ...]]:
+    """Over the whole vocabulary, by the experts that the policy chooses itself."""
     return lambda b: policy.logprobs(b.token_ids, b.plan, b.at, 1.0)
 
 
-def take_part(compute: Callable[[Batch], tuple[Tensor, ...]], policy: Policy, *, backward: bool = False) -> None:
+def take_part(compute: Callable[[Batch], tuple[Tensor, ...]], device: torch.device, *, backward: bool = False) -> None:
     """Zero-loss pass over two dummy tokens: FSDP's collectives need every rank, in one order."""
     with torch.set_grad_enabled(backward):
-        first, _, *others = compute(pack([_worked((np.zeros(2, np.int32), np.array([False, True])))], policy.device))
+        first, _, *others = compute(pack([_worked((np.zeros(2, np.int32), np.array([False, True])))], device))
         if backward:
             (0 * sum(others, first)).sum().backward()
 
@@ -355,11 +359,11 @@ class WarmStart:
         mine = examples if sharding is None else examples[sharding.rank :: sharding.num_ranks]
         loss = torch.zeros(())
         if mine:
-            logprobs = plainly(policy)(pack(list(map(_worked, mine)), policy.device))[0]
+            logprobs = whole_logprobs(policy)(pack(list(map(_worked, mine)), policy.device))[0]
             loss = -logprobs.sum() / sum(int(learned.sum()) for _, learned in examples)
             loss.backward()
         else:
-            take_part(plainly(policy), policy, backward=True)
+            take_part(whole_logprobs(policy), policy.device, backward=True)
         if policy.shards is not None and sharding is not None:
             policy.shards.hand_over_gradients()
             loss = sharding.reduced(loss.detach().cpu())
